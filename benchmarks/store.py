@@ -194,9 +194,6 @@ def _batches(case: Case, paths: list[str], epochs: int) -> Iterator[Iterable[Any
 def _begin(case: Case) -> None:
     """Import what the first URL of a process imports, and make the connections' libraries ready."""
     os.environ.update(case["environment"])
-    if "store" in case:
-        os.environ["FFSERVE_STORE"] = case["store"]
-        os.environ["FFSERVE_STORE_SIZE"] = str(case["limit"])
     importlib.import_module("ffserve.torch")
     with ffserve.open(f"s3://{BUCKET}/small.ffr") as reader:
         reader.read([0])
@@ -363,11 +360,8 @@ def groups(
     return found
 
 
-def _run(
-    bench: Bench, data: BenchmarkData, function: str, *, daemon: bool = False,
-    limit: int, **case: Any,
-) -> Result:  # fmt: skip
-    """Run a contestant with an origin, a directory and, if wanted, a daemon that are all new."""
+def _run(bench: Bench, data: BenchmarkData, function: str, *, limit: int, **case: Any) -> Result:
+    """Run a contestant with an origin, a directory and, for ffserve, a daemon that are all new."""
     with contextlib.ExitStack() as stack:
         read = os.path.basename(case.get("remote", os.path.dirname(data.paths[0])))
         served = stack.enter_context(origin(os.path.join(bench.folder, "origin"), read))
@@ -378,7 +372,7 @@ def _run(
         place = stack.enter_context(directory)
         os.chmod(place, 0o700)
         case = {"urls": _urls(data), "limit": limit, "warm": 1, **served.case(), **case}
-        if daemon:
+        if function in ("epochs", "limited"):
             options = "--store-directory", f"{place}/store", "--store-size", str(limit)
             case["daemon"] = stack.enter_context(bench.daemon(data, data.size // 2, options))
         elif function == "download":
@@ -388,10 +382,8 @@ def _run(
                 "--multi-thread-cutoff", "16M", "--multi-thread-streams", "4",
             )  # fmt: skip
             case["to"] = f"{place}/copy"
-        elif function.startswith("limited_"):
-            case["local"] = f"{place}/local"
         else:
-            case["store"] = f"{place}/store"
+            case["local"] = f"{place}/local"
         return bench.run(f"{HERE}:{function}", data, **case)
 
 
@@ -416,28 +408,22 @@ def _plain(bench: Bench, data: BenchmarkData) -> Yardstick:
 
 
 def _whole(bench: Bench, data: BenchmarkData) -> Group:
-    def contestant(label: str, name: str, *, daemon: bool) -> Contestant:
-        def run() -> Result:
-            return _run(bench, data, "epochs", daemon=daemon, limit=4 * data.size)
+    def run() -> Result:
+        return _run(bench, data, "epochs", limit=4 * data.size)
 
-        prefix = f"store/{data.name}/{name}"
-        rows = (
-            Row(f"{prefix}/first", f"{label}, first epoch", _rate, limit=0.9),
-            Row(f"{prefix}/bytes", f"{label}, bytes over the network / size of the samples",
-                _share("remote0_received"), at_most=True),
-            Row(f"{prefix}/second", f"{label}, second epoch / the same of local files", _again,
-                limit=0.95),
-            Row(f"{prefix}/second-bytes", f"{label}, bytes of the second epoch / size",
-                _share("remote1_received"), limit=0.01, at_most=True),
-        )  # fmt: skip
-        return Contestant(label, run, rows)
-
+    prefix = f"store/{data.name}/daemon"
+    rows = (
+        Row(f"{prefix}/first", "ffserve, first epoch", _rate, limit=0.9),
+        Row(f"{prefix}/bytes", "ffserve, bytes over the network / size of the samples",
+            _share("remote0_received"), at_most=True),
+        Row(f"{prefix}/second", "ffserve, second epoch / the same of local files", _again,
+            limit=0.95),
+        Row(f"{prefix}/second-bytes", "ffserve, bytes of the second epoch / size",
+            _share("remote1_received"), limit=0.01, at_most=True),
+    )  # fmt: skip
     return Group(
         f"remote files of {data.name} in random order, {RATE / 1e6:.0f} MB/s", _plain(bench, data),
-        (
-            contestant("ffserve, no daemon", "engine", daemon=False),
-            contestant("ffserve, daemon", "daemon", daemon=True),
-        ),
+        (Contestant("ffserve", run, rows),),
         lambda: make(data), {"state": "remote", "bytes": data.mean, "batch": BATCH},
     )  # fmt: skip
 
@@ -454,11 +440,9 @@ def _quarter(bench: Bench, data: BenchmarkData, with_peers: bool) -> Group:
         )  # fmt: skip
         return Contestant(label, run, rows, optional)
 
-    def own(label: str, name: str, *, daemon: bool, window: int | None) -> Contestant:
+    def own(label: str, name: str, *, window: int | None) -> Contestant:
         def run() -> Result:
-            return _run(
-                bench, data, "limited", daemon=daemon, limit=limit, window=window, most_s=MOST_S
-            )
+            return _run(bench, data, "limited", limit=limit, window=window, most_s=MOST_S)
 
         return contestant(label, name, run, False)
 
@@ -477,10 +461,8 @@ def _quarter(bench: Bench, data: BenchmarkData, with_peers: bool) -> Group:
         return contestant(label, name, run, True)
 
     contestants = [
-        own("ffserve, windows", "window", daemon=False, window=window),
-        own("ffserve, windows, daemon", "window-daemon", daemon=True, window=window),
-        own("ffserve, random order", "random", daemon=False, window=None),
-        own("ffserve, random order, daemon", "random-daemon", daemon=True, window=None),
+        own("ffserve, windows", "window-daemon", window=window),
+        own("ffserve, random order", "random-daemon", window=None),
     ]
     if with_peers and BY_NAME["litData"].missing is None:
         contestants.append(other("litData", "litData", "litData", "limited_litdata"))

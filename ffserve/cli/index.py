@@ -53,7 +53,7 @@ def index(
                 raise UsageError(
                     "index files are written for local files only",
                     path=shown_url(path),
-                    hint="a remote file is indexed in the store when it is first opened",
+                    hint="a daemon keeps the index of a remote file in its store",
                 )
             found = write_index_file(path, format_name, renew=renew, seen=seen)
         except FFServeError as error:

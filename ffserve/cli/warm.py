@@ -92,7 +92,7 @@ def _through_daemon(paths: list[str], socket: str | None, daemon: dict[str, Any]
     from ffserve.store.urls import is_url, shown
 
     errors: list[FFServeError] = []
-    limit, store = daemon["arena"]["limit"], daemon["store"]
+    limit = daemon["arena"]["limit"]
     with ffserve.open(paths, server=socket or "require") as reader:
         sizes = {shown(shard.path): shard.size for shard in reader.shards}
         count, size = len(reader), sum(sizes.values())
@@ -107,9 +107,8 @@ def _through_daemon(paths: list[str], socket: str | None, daemon: dict[str, Any]
                 found = reader.read(some, errors="return")
                 errors += [each for each in found if isinstance(each, FFServeError)]
                 bar.advance(len(some))
-        held = {
-            shard["path"]: shard["cached_size"] for shard in connection.status(socket)["shards"]
-        }
+        now = connection.status(socket)
+        store, held = now["store"], {each["path"]: each["cached_size"] for each in now["shards"]}
     left = max(size - store["limit"], 0) if is_remote else 0
     rows = [
         {"url": path, "size_bytes": length, "in_memory_bytes": held.get(path)}

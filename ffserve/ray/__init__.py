@@ -39,14 +39,15 @@ def read(
     """Return the records of files as a Dataset.
 
     Args:
-        paths: files, directories and glob patterns, which all nodes have mounted. Directories
-            ``column=value`` become columns.
+        paths: files, directories and glob patterns, which all nodes have mounted, or URLs.
+            Directories ``column=value`` become columns.
         format: "ffrecord", "recordio" or "tfrecord"; None: that of the first file.
         record_type: "Example", "SequenceExample", or "ByteArray" for one column ``byteArray``.
         schema: pyarrow.Schema of the wanted columns; None infers it from the records.
         columns: names of the wanted columns; None for all. Others are not decoded.
         parallelism: number of tasks; big files are divided by records. -1 chooses it.
-        server: as for ``ffserve.open``: "auto" reads through the daemon of each node that has one.
+        server: as for ``ffserve.open``: "auto" reads through the daemon of each node that has one,
+            and URLs by ranges.
         on_error: "skip" leaves damaged records out; see ``skipped``.
         base_path: the directory below which directories are partition columns; None: each path.
         sampling_ratio: fraction of the records, besides the first of each file, that the inference

@@ -126,18 +126,16 @@ def collect(some: Sequence[str], *, own: bool = False) -> str:
     Raises: ReadError: the daemon cannot have what is needed.
     """
     protocols = _protocols(some)
-    found: Options = {}
+    settings = {"own": {"settings": own_settings(some)}} if own else {}
     try:
-        found = _passed(protocols)
+        text = json.dumps({**_passed(protocols), **settings}, separators=(",", ":"))
+        if len(text) > MOST_TEXT:
+            raise _no_travel(f"an access of {len(text)} bytes")
+        return text
     except ReadError:
         if not own or not protocols.isdisjoint(_IN_PROCESS):
             raise
-    if own:
-        found["own"] = {"settings": own_settings(some)}
-    text = json.dumps(found, separators=(",", ":"))
-    if len(text) > MOST_TEXT:
-        raise _no_travel(f"an access of {len(text)} bytes")
-    return text
+        return json.dumps(settings)
 
 
 def _protocols(some: Iterable[str]) -> set[str]:

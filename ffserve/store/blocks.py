@@ -13,8 +13,7 @@
     68    identity  text of `Identity.key`, URL without secrets; up to 4096
     4096  u32[n]    words: ABSENT, RESERVED, PRESENT or UNCHECKED
           u32[n]    CRC-32C of each block that is there
-          u32[n]    when a job will use it next, in seconds since 1970, to two seconds, and the
-                    bit WHOLE; 0: unknown
+          u32[n]    when a job will use it next, in seconds since 1970; 0: unknown
 
 A block is written, its checksum is noted, and only then its word becomes PRESENT: a process that is
 killed leaves a block ABSENT or RESERVED, never wrong. What the disk has after a power failure is

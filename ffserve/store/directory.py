@@ -86,7 +86,8 @@ class _Candidate:
 
 
 def default_directory() -> str:
-    """Return the store of a process without a daemon: ``$FFSERVE_STORE``, else in the user's cache.
+    """Return the store of this user's own daemon, and of the commands that fetch without one:
+    ``$FFSERVE_STORE``, else in the user's cache.
 
     Raises: UsageError if there is no such place.
     """

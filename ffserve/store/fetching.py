@@ -658,7 +658,7 @@ def threads_of(url: str) -> Threads:
 
 
 def process_fetcher() -> Fetcher:
-    """Return the fetcher of this user's store, which all readers of this process share.
+    """Return the fetcher of this user's store, for commands that need no daemon.
 
     Its directory is ``$FFSERVE_STORE``, else in the user's cache; its limit is
     ``$FFSERVE_STORE_SIZE``, else a share of the free disk.

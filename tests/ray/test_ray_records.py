@@ -66,6 +66,8 @@ def test_the_documented_example(ray_data: Any, out: str) -> None:
     assert rows(again) == [{"word": w, "number": n} for w, n in sorted((w, n) for n, w in pairs)]
     assert again.count() == 4
     assert rows(ffserve.ray.read(f"{out}/number=1")) == [{"word": "xyz"}]
+    pytest.importorskip("fsspec")
+    assert rows(ffserve.ray.read(f"local://{out}")) == rows(again)
     assert rows(ffserve.ray.read(f"{out}/number=1", base_path=out)) == [
         {"word": "xyz", "number": 1}
     ]
@@ -513,7 +515,7 @@ def test_invalid_calls(ray_data: Any, tmp_path: Path, out: str) -> None:
     with pytest.raises(FileNotFoundError, match="no such file or directory"):
         ffserve.ray.read(tmp_path / "missing")
     with pytest.raises(UsageError, match="the file system 'hdfs' is not supported"):
-        ffserve.ray.read("hdfs://host/table")
+        ffserve.ray.read("hdfs:/table")
     dataset = ray_data.from_items([{"id": 1, "flag": True}])
     for arguments, text in (
         ({"format": "parquet"}, "unknown format"),

@@ -444,6 +444,8 @@ def test_hostile_openings_are_refused(origin: HttpOrigin, tmp_path: Path) -> Non
             (opening(url, access="["), "usage"),
             (opening(url, access="[" * 60_000), "usage"),
             (opening(url, access='{"file": {}}'), "usage"),
+            (opening(url, access='{"own": {"settings": 3}}'), "usage"),
+            (opening("local:///etc/passwd", access='{"own": {"settings": ""}}'), "read"),
             (opening(url, access='{"s3": {"profile": "x"}}'), "usage"),
             (opening(url, access='{"s3": {"endpoint_url": "file:///etc"}}'), "usage"),
             (opening(url, access='{"http": {"headers": {"a": "b\\r\\nc: d"}}}'), "usage"),

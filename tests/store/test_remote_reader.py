@@ -528,6 +528,7 @@ def test_a_daemon_that_was_started_makes_its_store_when_it_needs_it(
         assert "store" in caplog.text
         caplog.clear()
         store.unlink()
+        assert run(["warm", "--socket", socket, "--json", url]) == 0, "there is room"
         with ffserve.open(url) as reader:
             assert reader.source == f"daemon {socket}"
             assert plain(reader.read(range(50))) == samples

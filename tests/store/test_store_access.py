@@ -43,6 +43,38 @@ def test_headers_travel_and_what_is_not_understood_does_not() -> None:
         collect(["hdfs://a/x"])
 
 
+def test_a_daemon_with_the_settings_of_its_client_uses_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    web, hadoop = ["http://a/x"], ["hdfs://a/x", "hdfs://b/y"]
+    assert set(json.loads(collect(web, own=True))) == {"http", "own"}
+    assert set(json.loads(collect(hadoop, own=True))) == {"own"}
+    passed, own = Access(collect(web, own=True)), Access(collect(hadoop, own=True))
+    passed.use_own(web)
+    own.use_own(hadoop)
+    assert passed.own and own.own and own.place("hdfs://a/x") == "hdfs://a"
+    # Settings of another protocol do not matter.
+    for name, web_is_own, hadoop_is_own in (
+        ("AWS_PROFILE", True, True), ("HADOOP_CONF_DIR", True, False), ("HOME", False, False),
+        ("https_proxy", False, False),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "another")
+            passed.use_own(web)
+            assert passed.own == web_is_own
+            if hadoop_is_own:
+                own.use_own(hadoop)
+            else:
+                with pytest.raises(ReadError, match="started with other settings"):
+                    own.use_own(hadoop)
+    fsspec.config.conf["http"] = {"client_kwargs": {"trust_env": True}}
+    passed.use_own(web)
+    assert not passed.own
+    # What is in one process is no daemon's.
+    with pytest.raises(ReadError, match="memory:// cannot be passed"):
+        collect(["memory://x"], own=True)
+
+
 def test_places_differ_where_the_same_name_leads_elsewhere() -> None:
     usual = access()
     assert usual.place("s3://bucket/a/b.ffr") == "s3://bucket"

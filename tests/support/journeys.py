@@ -1,4 +1,4 @@
-"""Which files of the package a request passes: recorded in the process that asks and in a daemon."""
+"""Which files of the package a request passes, in the process that asks and in a daemon."""
 
 from __future__ import annotations
 

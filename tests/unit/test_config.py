@@ -59,6 +59,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "store.directory": ("/store", "/store"),
     "store.size": ("33MiB", 33 << 20),
     "store.common": (["s3://a", "https://b:8443"], ("s3://a", "https://b:8443")),
+    "store.access": ("own", "own"),
 }
 """Every key, a value that is not the default, and what the setting is then."""
 
@@ -314,6 +315,7 @@ def test_the_example_file_has_every_key_with_its_text_and_default(tmp_path: Path
         ('store.directory = "x"', "store.directory: expected an absolute path"),
         ('store.size = "1M"', "store.size: expected at least"),
         ('store.common = ["s3://a/b"]', "store.common: invalid origin 's3://a/b'"),
+        ('store.access = "all"', "store.access: expected one of passed, own, not 'all'"),
         ("store = 3", "unknown key 'store'"),
         ("depth = ", "invalid TOML"),
     ],
