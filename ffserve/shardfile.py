@@ -1,7 +1,7 @@
 """Opening a shard: detect the format of an open file and load its tables or its index file.
 
-A read that later finds a sample that does not match its checksum asks here for the cause
-(`FileState.explain`): the file changed since, the index file was stale, or the sample is damaged.
+A read that later finds a sample that does not match its checksum asks here for the cause: the file
+changed since, or its index file was stale (`FileState.contradiction`), or the sample is damaged.
 """
 
 from __future__ import annotations
@@ -197,23 +197,6 @@ class FileState:
             return FileState.of(fd) != self
         except OSError:  # of a file system that is gone
             return False
-
-    def explain(
-        self,
-        error: FFServeError,
-        fd: int,
-        path: str,
-        scanned: str | None,
-        record: tuple[int, int, int],
-        chunked: ChunkedShard | None = None,
-    ) -> FFServeError:
-        """Return the error of a sample whose bytes do not match the tables of its shard.
-
-        Args: error: what the read found. The others are those of `contradiction`.
-        Returns: a ReadError if the tables contradict the file; else `error`.
-        """
-        found = self.contradiction(error, fd, path, scanned, record, chunked, "own")
-        return error if found is None else contradicted(error, found)
 
     def contradiction(
         self,
