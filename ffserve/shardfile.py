@@ -1,16 +1,18 @@
 """Opening a shard: detect the format of an open file and load its tables or its index file.
 
-A read that later finds a sample that does not match its checksum asks here for the cause
-(`FileState.explain`): the file changed since, the index file was stale, or the sample is damaged.
+A read that later finds a sample that does not match its checksum asks here for the cause: the file
+changed since, or its index file was stale (`FileState.contradiction`), or the sample is damaged.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -152,7 +154,7 @@ def _discard_stale(
     """Whether the file has other records than its tables say; make its index file invalid then."""
     chosen = formats.by_name(scanned)
     assert needs_scan(chosen)
-    with buffered(fd, 0) as plain:  # the daemon's loop must not wait
+    with buffered(fd, 0) as plain:  # not after others, whose file system may hang
         read_at = read_at_of(plain, path)
         if isinstance(chunked, ScannedChunks):
             agrees = chunked.fits(read_at) is not False
@@ -200,58 +202,55 @@ class FileState:
         except OSError:  # of a file system that is gone
             return False
 
-    def explain(
+    def contradiction(
         self,
         error: FFServeError,
         fd: int,
         path: str,
         scanned: str | None,
         record: tuple[int, int, int],
-        chunked: ChunkedShard | None = None,
-        keep: index_file.Keep = "own",
-    ) -> FFServeError:
-        """Return the error of a sample whose bytes do not match the tables of its shard.
+        chunked: ChunkedShard | None,
+        keep: index_file.Keep,
+    ) -> Contradiction | None:
+        """Return why the tables of a shard contradict its file, as far as that is known.
 
         Args:
-            error: what the read found; any but a FormatError is returned as it is.
+            error: of a sample; nothing is known if it is not a FormatError.
             fd: the file, opened with or without O_DIRECT.
             path: its name.
             scanned: `scanned_as` its shard.
             record: payload offset, length and checksum of the sample.
             chunked: the shard, if its samples are in chunks.
             keep: where an index file may be written: a stale one is made invalid.
-        Returns: a ReadError if the file changed since it was opened, or if its index file was
-            stale; else `error`.
         """
         if not isinstance(error, FormatError):
-            return error
-        try:
-            changed = FileState.of(fd) != self
-            stale = False
+            return None
+        with contextlib.suppress(OSError):  # of a file system that is gone
+            if FileState.of(fd) != self:
+                return "changed"
             # A record in a chunk has its checksum compared after its place in the tables.
             doubted = isinstance(error, ChecksumError) == (chunked is None)
-            if not changed and scanned and doubted:
-                stale = _discard_stale(fd, path, scanned, record, chunked, keep)
-        except OSError:  # of a file system that is gone: nothing more is known
-            return error
-        if changed:
-            return ReadError(
-                f"the file changed since it was opened: {error.message}",
-                path=error.path,
-                index=error.index,
-                offset=error.offset,
-                hint="open it again; to replace a file in use, write a new one and rename it",
-            )
-        if not stale:
-            return error
-        return ReadError(
+            if scanned and doubted and _discard_stale(fd, path, scanned, record, chunked, keep):
+                return "stale"
+        return None
+
+
+Contradiction = Literal["changed", "stale"]
+"""Why tables contradict a file: it changed since it was opened, or its index file was stale."""
+
+
+def contradicted(error: FFServeError, why: Contradiction) -> ReadError:
+    """Return the error of a sample of a file that its tables contradict."""
+    if why == "changed":
+        text = f"the file changed since it was opened: {error.message}"
+        hint = "open it again; to replace a file in use, write a new one and rename it"
+    else:
+        text = (
             "the index file of this file was stale: the file was changed with its size and time "
-            "kept",
-            path=error.path,
-            index=error.index,
-            offset=error.offset,
-            hint="open the file again: it is scanned, and gets a new index file",
+            "kept"
         )
+        hint = "open the file again: it is scanned, and gets a new index file"
+    return ReadError(text, path=error.path, index=error.index, offset=error.offset, hint=hint)
 
 
 def write_index_file(

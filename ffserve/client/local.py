@@ -196,6 +196,8 @@ class LocalSource:
         self._chunked = {k: s for k, s in enumerate(parsed) if is_chunked(s)}
         self._in_chunks = np.array([k in self._chunked for k in range(len(parsed))], np.bool_)
         self._plain = not self._chunked and not self._truncated
+        self._contradictions: dict[int, shardfile.Contradiction] = {}
+        """By shard, once one was found."""
         self._warned: set[int] = set()
         self._chunk_cache = self._new_chunk_cache()
 
@@ -527,9 +529,14 @@ class LocalSource:
         self, error: FFServeError, index: int, record: tuple[int, int, int]
     ) -> FFServeError:
         shard = self._shard_of(index)
-        state, scanned = self._states[shard]
-        path, chunked = self.shards[shard].path, self._chunked.get(shard)
-        return state.explain(error, self._files.fd(shard), path, scanned, record, chunked)
+        why = self._contradictions.get(shard)
+        if why is None:
+            state, scanned = self._states[shard]
+            about = self.shards[shard].path, scanned, record, self._chunked.get(shard)
+            why = state.contradiction(error, self._files.fd(shard), *about, "own")
+            if why is not None:
+                self._contradictions[shard] = why
+        return error if why is None else shardfile.contradicted(error, why)
 
     def _cut(self, indices: Int64s) -> Int64s:
         if not self._truncated:

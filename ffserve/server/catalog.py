@@ -820,25 +820,19 @@ class Catalog:
             if shard.base in bases and shard.fd >= 0 and shard.opened.has_changed(shard.fd)
         }
 
-    def explain(
-        self, shard: OpenShard, error: FFServeError, record: tuple[int, int, int]
-    ) -> FFServeError:
-        """Return the error of a sample of a shard that a session has open; see
-        `FileState.explain`. Nobody else gets tables that contradict their file."""
-        if shard.remote is not None:
-            return error  # the store's file changes with each block
-        scanned = shard.scanned
-        opened, fd, path = shard.opened, shard.fd, shard.path
-        found = opened.explain(error, fd, path, scanned, record, shard.chunked, "inode")
-        if found is not error and not shard.stale:
-            assert shard.sessions, "it is not idle"
+    def set_stale(self, shard: OpenShard) -> None:
+        """The tables of a shard contradict its file: whoever opens that from now on gets others.
+        Nothing happens if it has been closed meanwhile."""
+        if self._open.get(shard.key) is shard and not shard.stale:
             shard.stale = True
             self._inventory.remove_shard(shard.base)
             self._drop_aliases(shard)
-            del self._open[shard.key]
+            tables = [self._open, self._idle] if shard.key in self._idle else [self._open]
+            for table in tables:
+                del table[shard.key]
             shard.key = (*shard.key[:5], shard.base)
-            self._open[shard.key] = shard
-        return found
+            for table in tables:
+                table[shard.key] = shard
 
     def _drop_aliases(self, shard: OpenShard) -> None:
         domain = self._aliases.get(shard.key[4], {})

@@ -28,6 +28,7 @@ from ffserve.engine.codec import checksums
 from ffserve.errors import STATUS_TRUNCATED, FFServeError, ReadError, status_error
 from ffserve.reads.damage import extent_checksum, other_paths, read_extent, right_status, whole
 from ffserve.server.catalog import Catalog, in_thread
+from ffserve.server.explaining import explained, look
 from ffserve.server.scheduler import Scheduler
 from ffserve.server.shards import OpenShard
 
@@ -68,7 +69,7 @@ class Piece:
 @dataclass(frozen=True, slots=True)
 class Damage:
     """A sample that is damaged or cannot be read: its index in its file, its error, its record as
-    of `FileState.explain`."""
+    of `explaining.look`."""
 
     index: int
     error: FFServeError
@@ -185,8 +186,9 @@ class Scrubber:
     def _report(self, shard: OpenShard, damage: Damage) -> None:
         """A sample is damaged, or its file has changed."""
         if _is_scrubbed(shard):  # else nobody has it open by now
-            error = self._catalog.explain(shard, damage.error, damage.record)
-            self._fail(shard, damage.index, error)
+            if shard.contradiction is not None:
+                self._catalog.set_stale(shard)
+            self._fail(shard, damage.index, explained(shard, damage.error))
 
     def _fail(self, shard: OpenShard, index: int, error: FFServeError) -> None:
         error.path = shard.path
@@ -207,7 +209,11 @@ def _count(shard: OpenShard) -> int:
 def _check_and_close(fd: int, piece: Piece) -> list[Damage]:
     """In a thread for which the daemon does not wait at its end: it closes the descriptor."""
     try:
-        return check(fd, piece)
+        damage = check(fd, piece)
+        for each in damage:
+            if piece.shard.contradiction is None:
+                look(piece.shard, fd, each.error, each.record)
+        return damage
     finally:
         os.close(fd)
 

@@ -569,6 +569,7 @@ class Server:
         listener.setblocking(False)
         self.loop.add_reader(listener.fileno(), self._accept)
         state.engines.attach(self.loop)
+        state.explainer.attach(self.loop)
         state.engines.reaped = self._reaped
         state.scheduler.wake = self._pump_soon
         self._measuring: Iterator[None] = iter(())
@@ -785,6 +786,9 @@ class Server:
         """Clients connected now."""
         return len(self._connections)
 
+    def _is_idle(self) -> bool:
+        return self.state.scheduler.idle and not self.state.explainer.waiting_count
+
     async def drain(self, timeout_s: float) -> bool:
         """Accept no new clients, answer the requests under way, then close all sessions.
 
@@ -795,9 +799,8 @@ class Server:
         if self.heir is None:
             self._listener.close()
         deadline = time.monotonic() + timeout_s
-        while not self.state.scheduler.idle and time.monotonic() < deadline:
+        while not (drained := self._is_idle()) and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
-        drained = self.state.scheduler.idle
         for task in (*self._openings, self._tending, self._scrubbing):
             task.cancel()
         self.state.scheduler.stop()

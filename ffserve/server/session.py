@@ -2,7 +2,8 @@
 
 `receive` takes a message and the time; messages for the client go to `send`. Opening a data set
 takes other threads: it goes out through `opener` and comes back through `opened` or `failed`;
-`need` asks the client for descriptors meanwhile.
+`need` asks the client for descriptors meanwhile. So does explaining why samples failed
+(`explaining.py`).
 
     phase        message                                       next
     NEW          HELLO                                         READY (or refused)
@@ -41,6 +42,7 @@ from ffserve.protocol import Message
 from ffserve.server import handover
 from ffserve.server.access import Peer
 from ffserve.server.datasets import STEP_COUNT, Dataset, OrderReceiver, Steps, parts
+from ffserve.server.explaining import FailedSample
 from ffserve.server.outbox import MemoryMessage
 from ffserve.server.remote import identity_from
 from ffserve.server.report import arena_facts, status
@@ -135,6 +137,8 @@ class Session:
         """Domains whose memory the client has got."""
         self._next_dataset = 1
         self._opening = 0
+        self._explaining = 0
+        """Answers that wait until it is known why samples failed."""
         self._needed: _Needed | None = None
         self.received: list[int] = []
         """Descriptors that came since NEED was sent."""
@@ -661,7 +665,7 @@ class Session:
     @property
     def owes_answer(self) -> bool:
         """Whether the client waits for something."""
-        if self.owner.waiting or self._opening or self._orders.receiving:
+        if self.owner.waiting or self._explaining or self._opening or self._orders.receiving:
             return True
         return any(map(self._state.claims.waiting_count, self._datasets.values()))
 
@@ -680,14 +684,33 @@ class Session:
         if request.source is not None:
             self.sharing.copied(request)
         if request.failures:
-            self.later(self._answer_failures(request))
+            self.later(self._explain(request))
         else:
             self._answer(request, [], now)
 
-    def _answer_failures(self, request: SampleRequest) -> Steps:
+    def _explain(self, request: SampleRequest) -> Steps:
+        """Find out why samples failed, and answer."""
+        failed: list[FailedSample] = []
+        yield from self._list_failed(request, failed)
+
+        def explained() -> None:
+            self._explaining -= 1
+            if self.phase == READY:
+                self.later(self._answer_failures(request, failed))
+
+        self._explaining += 1
+        self._state.explainer.explain(self.user, failed, explained)
+
+    def _answer_failures(self, request: SampleRequest, failed: list[FailedSample]) -> Steps:
         errors: list[Any] = []
         now = yield None
-        now = yield from self._errors(request, errors, now)
+        for each in failed:
+            error = each.explained()
+            if each.shard is not None:
+                self._state.note_failed(each.shard, each.number, error, now, self.peer.uid)
+            errors.append([each.position, *protocol.error_to_wire(error)])
+            if len(errors) % FEW == 0:
+                now = yield None
         assert self.job is not None
         self.job.errors += len(errors)
         if self.phase == READY:
@@ -709,10 +732,8 @@ class Session:
         if self.phase == READY and not dataset.requests and dataset in self._closing:
             self.later(self._close_shards(dataset))
 
-    def _errors(
-        self, request: SampleRequest, errors: list[Any], now: float
-    ) -> Generator[None, float, float]:
-        """Append the failed samples of an answer as READY lists them; return the time."""
+    def _list_failed(self, request: SampleRequest, failed: list[FailedSample]) -> Steps:
+        """List the failed samples of an answer."""
         failures = request.failures
         for first in range(0, request.count, STEP_COUNT):
             part = request.numbers[first : min(first + STEP_COUNT, request.count)]
@@ -720,20 +741,17 @@ class Session:
                 failure = failures.get(number)
                 if failure is None:
                     continue
-                if len(errors) == MOST_ERRORS:
+                if len(failed) == MOST_ERRORS:
                     request.count = position
-                    return now
-                error = self._error(request, failure, position, number, now)
-                errors.append([position, *protocol.error_to_wire(error)])
-                if len(errors) % FEW == 0:
-                    now = yield None
-            now = yield None
-        return now
+                    return
+                failed.append(self._failed(request, failure, position, number))
+                if len(failed) % FEW == 0:
+                    yield None
+            yield None
 
-    def _error(
-        self, request: SampleRequest, failure: Failure, position: int, number: int, now: float
-    ) -> FFServeError:
-        """Return the error of a failed sample."""
+    def _failed(
+        self, request: SampleRequest, failure: Failure, position: int, number: int
+    ) -> FailedSample:
         dataset: Dataset = request.dataset
         state, index = self._state, int(request.indices[position])
         shard = int(dataset.layout.shards(request.indices[position : position + 1])[0])
@@ -741,11 +759,8 @@ class Session:
         path = dataset.paths[shard]
         offset, length = int(state.directory.offsets[number]), int(state.directory.lengths(one)[0])
         error = failure.named(path, index, offset, length, arena_size=state.cache.arena.size)
-        if dataset.preparation is None:
-            opened = dataset.shards[shard]
-            error = state.catalog.explain(opened, error, (offset, length, failure.expected))
-            state.note_failed(opened, number, error, now, self.peer.uid)
-        return error
+        opened = dataset.shards[shard] if dataset.preparation is None else None
+        return FailedSample(position, number, opened, error, (offset, length, failure.expected))
 
     # ---- orders and progress ----------------------------------------------------------------
 

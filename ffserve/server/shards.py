@@ -17,7 +17,7 @@ from ffserve.server.access import Owner, Viewer, viewer_of
 from ffserve.server.domains import Domain
 from ffserve.server.prepared import Preparation, Preparations
 from ffserve.server.remote import RemoteShard
-from ffserve.shardfile import FileState
+from ffserve.shardfile import Contradiction, FileState
 from ffserve.store.access import Access
 from ffserve.store.origin import Identity as RemoteIdentity
 
@@ -71,6 +71,9 @@ class OpenShard:
     """Its samples are prepared by clients, and it has no file."""
     first: int = 0
     """Of prepared samples: the index of the first one, on which they may depend."""
+    contradiction: Contradiction | None = None
+    """Why its tables contradict its file. It is found out in any thread; `Catalog.set_stale`
+    follows."""
     stale: bool = False
     """The file has other records by now; the next data set with it opens it anew."""
     idle_since: float = 0.0

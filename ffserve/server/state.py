@@ -41,6 +41,7 @@ from ffserve.memfd import SharedMemory
 from ffserve.server.access import Peer, Rules, Viewer, namespace_marks
 from ffserve.server.catalog import Catalog
 from ffserve.server.domains import Domains
+from ffserve.server.explaining import Explainer
 from ffserve.server.io import Engines
 from ffserve.server.log import RepeatedLines
 from ffserve.server.prepared import Claims
@@ -190,6 +191,7 @@ class ServerState:
             lambda base: self.slow_reads.pop(base, None),
             self.remote,
         )
+        self.explainer = Explainer(self.catalog)
         self.resizing = Resizing(self.cache, self.scheduler, self.pages)
         self.scrubber = Scrubber(
             self.catalog, self.directory, self.cache, self.scheduler, self.note_failed
@@ -468,6 +470,7 @@ class ServerState:
     def close(self) -> None:
         """End the I/O threads and close the files. Shared memory goes with the process."""
         self.pages.stop()
+        self.explainer.close()
         self.engines.close()
         self.catalog.shutdown()
 

@@ -33,7 +33,7 @@ from ffserve.cache.next_use_buckets import NONE
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.config import ServerConfig
 from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT
-from ffserve.errors import Failure, FFServeError, ProtocolError
+from ffserve.errors import Failure, ProtocolError
 from ffserve.memfd import MemoryFile, SharedMemory
 from ffserve.protocol import Message
 from ffserve.server.access import Peer
@@ -74,6 +74,7 @@ class Shard:
     format: str = "ffrecord"
     fingerprint: int = 7
     checksum_kind: int = 0
+    contradiction: str | None = None
 
     @property
     def payload_size(self) -> int:
@@ -100,11 +101,6 @@ class Shards:
 
     def shards(self) -> list[Shard]:
         return []
-
-    def explain(
-        self, shard: Shard, error: FFServeError, record: tuple[int, int, int]
-    ) -> FFServeError:
-        return error
 
 
 class Pages:
@@ -217,6 +213,7 @@ class World:
     )
     remote = None
     scrubber = SimpleNamespace(rate=0, size=0, passes=0)
+    explainer = SimpleNamespace(explain=lambda user, failed, send: send())
     slow_reads: ClassVar[dict[int, Any]] = {}
     session_count, most_sessions = 0, 1
 

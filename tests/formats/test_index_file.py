@@ -6,6 +6,7 @@ import os
 import shutil
 import struct
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -387,6 +388,26 @@ def test_one_replaced_record_makes_the_index_anew(path: str, source: str, scans:
     with ffserve.open(path, server="off") as reader:
         assert [sample.tobytes() for sample in reader] == samples
     assert len(scans) == done
+
+
+def test_a_stale_index_file_was_made_invalid_once_for_each_error(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(path)
+    replace_records(path, *LONG)
+    os.utime(beside(path), (time.time() + 3600,) * 2)  # so nothing is compared at opening
+    written: list[str] = []
+    real = index_file.discard
+
+    def counting(fd: int, path: str, *rest: Any) -> None:
+        written.append(path)
+        real(fd, path, *rest)
+
+    monkeypatch.setattr(index_file, "discard", counting)
+    with ffserve.open(path, server="off") as reader:
+        found = reader.read(LONG, errors="return")
+        assert all(isinstance(each, ReadError) for each in found), found
+    assert written == [path]
 
 
 @needs_root
