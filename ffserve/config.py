@@ -496,8 +496,8 @@ class ServerConfig:
             "30",
             _seconds,
             "Seconds after which the daemon closes a file that no job has open, from 0 to 3600. "
-            "Its samples stay in memory until others need it. Deleted files are closed within a "
-            "second.",
+            "Its samples stay in memory until others need it. Files that were deleted or replaced "
+            "are closed within a second, and their samples are dropped.",
         ),
     )
     scrub_rate_bytes: int = field(

@@ -7,11 +7,10 @@ them. A client can cut its memory file at any time; then the samples behind the 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
@@ -20,6 +19,8 @@ from ffserve.cache.tables import Directory
 from ffserve.engine.shm import publish_run
 from ffserve.errors import STATUS_TRUNCATED, Failure
 from ffserve.memfd import SharedMemory
+from ffserve.reads.records import Failures
+from ffserve.server.user_threads import UserThreads
 
 _ONE = np.zeros(1, np.int64)
 
@@ -42,19 +43,16 @@ class PreparedFile:
 class Copier:
     """Copies the samples of loads that have a memory file.
 
-    Args: ended: called in the loop's thread with a load and its failures.
+    Args: ended: called in the loop's thread with a load, which has its failures then.
     """
 
     def __init__(
-        self,
-        memory: SharedMemory,
-        directory: Directory,
-        ended: Callable[[Load], object],
+        self, memory: SharedMemory, directory: Directory, ended: Callable[[Load], object]
     ) -> None:
         self._memory = memory
         self._directory = directory
         self._ended = ended
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="ffserve-copy")
+        self._threads = UserThreads("ffserve-copy", 1 << 62)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.file_count = 0
         """Memory files that are open."""
@@ -64,6 +62,7 @@ class Copier:
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Report to this loop."""
         self._loop = loop
+        self._threads.attach(loop)
 
     def open(self, fd: int) -> PreparedFile:
         """Take a descriptor of a client's memory file, to be closed by `drop`."""
@@ -83,12 +82,17 @@ class Copier:
         file.copies += 1
         self.in_flight += 1
         load.reads = 0
-        self._pool.submit(self._copy, load, file.fd).add_done_callback(
-            lambda done: self._report(load, file, done)
+        # A memory file does not hang, so one thread serves all users.
+        copied = self._threads.call(
+            None, partial(self._copy, load, file.fd), partial(self._end, load, file)
         )
+        if not copied:
+            failures = dict.fromkeys(load.blocks.firsts.tolist(), Failure(-errno.EAGAIN))
+            assert self._loop is not None
+            self._loop.call_soon(self._end, load, file, failures)
 
-    def _copy(self, load: Load, fd: int) -> dict[int, Failure]:
-        failures: dict[int, Failure] = {}
+    def _copy(self, load: Load, fd: int) -> Failures:
+        failures: Failures = {}
         blocks, entries = load.blocks, self._directory.entries_memory.address
         columns = blocks.firsts, blocks.begins, blocks.ends, load.offsets
         for number, begin, end, place in zip(*(c.tolist() for c in columns), strict=True):
@@ -104,20 +108,13 @@ class Copier:
             publish_run(entries, number, place, _ONE, np.array([length], np.int64))
         return failures
 
-    def _report(self, load: Load, file: PreparedFile, done: Future[dict[int, Failure]]) -> None:
-        if done.cancelled():  # the daemon ends
-            return
-        assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._end, load, file, done)
-
-    def _end(self, load: Load, file: PreparedFile, done: Future[dict[int, Failure]]) -> None:
+    def _end(self, load: Load, file: PreparedFile, failures: Failures) -> None:
         self.in_flight -= 1
         file.copies -= 1
         file.close_unused()
-        load.failures.update(done.result())
+        load.failures.update(failures)
         self._ended(load)
 
     def close(self) -> None:
         """End the thread."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._threads.close(wait=True)

@@ -1,15 +1,14 @@
 """Damage: samples whose checksum was wrong are read a second time, in a thread of their user.
 
 A sample that is right then is published where it belongs. Records in chunks are read again by the
-thread that decodes them (`chunks.py`).
+thread that decodes them (`chunks.py`). Storage or an origin that hangs holds up the samples of one
+user only.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -19,11 +18,14 @@ import numpy as np
 from ffserve.cache.cache import Load
 from ffserve.cache.tables import Directory
 from ffserve.engine.shm import publish_run
-from ffserve.errors import Failure
 from ffserve.memfd import SharedMemory
 from ffserve.reads.damage import WrongRecord
+from ffserve.reads.records import Failures
+from ffserve.server.user_threads import UserThreads
 
 _ONE = np.zeros(1, np.int64)
+_ANY = 1 << 62
+"""What a user has in flight is bounded by its requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,61 +42,43 @@ class WrongSample:
     mend: Callable[[], bool] | None
 
 
-Outcome: TypeAlias = tuple[list[int], dict[int, Failure]]
+Outcome: TypeAlias = tuple[list[int], Failures]
 """Numbers of the samples that are right now, and the failures of the others."""
 
 
-@dataclass(slots=True)
-class _Thread:
-    """The thread of a user. loads: those that it has not ended."""
-
-    pool: ThreadPoolExecutor
-    loads: int = 0
-
-
 class SecondReader:
-    """See the module's text.
+    """Reads damaged samples again.
 
-    Args: ended: called in the loop's thread when one of the `batches` of a load, samples that are
-        read again, has ended.
+    Args: ended: called in the loop's thread with a load whose samples were read again; it has their
+        failures then.
     """
 
     def __init__(
-        self,
-        memory: SharedMemory,
-        directory: Directory,
-        ended: Callable[[Load], None],
+        self, memory: SharedMemory, directory: Directory, ended: Callable[[Load], None]
     ) -> None:
         self._memory = memory
         self._directory = directory
         self._ended = ended
-        self._threads: dict[Hashable, _Thread] = {}
-        """By user, as long as it has samples here: storage or an origin that hangs holds up one
-        user's samples only."""
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._threads = UserThreads("ffserve-second-read", _ANY)
         self.in_flight = 0
         """Loads with samples that are being read again."""
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Report to this loop."""
-        self._loop = loop
+        self._threads.attach(loop)
 
     def submit(self, load: Load, samples: list[WrongSample], who: Hashable) -> None:
         """Read samples of a load again, after others of the same user. Their files stay open until
         `ended` is called."""
-        thread = self._threads.get(who)
-        if thread is None:
-            pool = ThreadPoolExecutor(1, thread_name_prefix="ffserve-second-read")
-            thread = self._threads[who] = _Thread(pool)
         load.batches += 1
-        thread.loads += 1
         self.in_flight += 1
-        future = thread.pool.submit(self._read, samples)
-        future.add_done_callback(partial(self._report, load, who))
+        if not self._threads.call(who, partial(self._read, samples), partial(self._end, load)):
+            failures = {each.record.key: each.record.failure for each in samples}
+            self._end(load, ([], failures))
 
     def _read(self, samples: list[WrongSample]) -> Outcome:
         right: list[int] = []
-        failures: dict[int, Failure] = {}
+        failures: Failures = {}
         entries, mended = self._directory.entries_memory.address, False
         for sample in samples:
             # Others of them may lie in the blocks that the first has mended.
@@ -109,26 +93,13 @@ class SecondReader:
                 right.append(record.key)
         return right, failures
 
-    def _report(self, load: Load, who: Hashable, done: Future[Outcome]) -> None:
-        if done.cancelled():  # the daemon ends
-            return
-        assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._end, load, who, done)
-
-    def _end(self, load: Load, who: Hashable, done: Future[Outcome]) -> None:
+    def _end(self, load: Load, outcome: Outcome) -> None:
         self.in_flight -= 1
-        thread = self._threads[who]
-        thread.loads -= 1
-        if not thread.loads:
-            del self._threads[who]
-            thread.pool.shutdown(wait=False)
-        right, failures = done.result()
+        right, failures = outcome
         load.right += right
         load.failures.update(failures)
         self._ended(load)
 
     def close(self) -> None:
         """End the threads."""
-        for thread in self._threads.values():
-            thread.pool.shutdown(wait=True, cancel_futures=True)
+        self._threads.close(wait=True)
