@@ -9,6 +9,7 @@ a daemon's work. Local files among the shards are read as by any `LocalSource`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -260,20 +261,25 @@ class _RangedChunks(ChunkCache):
         group: Future[list[Outcome]] = Future()
         coming = self._source._object(shard).ask(begin, end)
 
+        def decoded(chunk: Chunk) -> Outcome:
+            try:
+                extent = memoryview(bytes_of(coming))[chunk.begin - begin : chunk.end - begin]
+            except FFServeError as error:
+                return self._outcome(chunk, error)
+            size = self.size(chunk.key)
+            return self._outcome(chunk, decode(chunk, chunk.low, extent, _memory, 0, size))
+
         def decode_all() -> None:
             try:
-                content = memoryview(bytes_of(coming))
-                found: list[Outcome] = []
-                for chunk in chunks:
-                    extent = content[chunk.begin - begin : chunk.end - begin]
-                    size = self.size(chunk.key)
-                    one = decode(chunk, chunk.low, extent, _memory, 0, size)
-                    found.append(self._outcome(chunk, one))
-            except FFServeError as error:
-                found = [self._outcome(chunk, error) for chunk in chunks]
-            group.set_result(found)
+                group.set_result([decoded(chunk) for chunk in chunks])
+            except BaseException as error:
+                group.set_exception(error)
 
-        coming.add_done_callback(lambda _: decoding_threads().submit(decode_all))
+        def came(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the process ends
+                decoding_threads().submit(decode_all)
+
+        coming.add_done_callback(came)
         for number, chunk in enumerate(chunks):
             self._enter(chunk, group, number)
 
