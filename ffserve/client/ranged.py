@@ -9,6 +9,7 @@ a daemon's work. Local files among the shards are read as by any `LocalSource`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -267,9 +268,11 @@ class _RangedChunks(ChunkCache):
                 size = self.size(chunk.key)
                 self._end(chunk, decode(chunk, chunk.low, extent, new_memory, 0, size), False)
 
-        coming.add_done_callback(
-            lambda _: decoding_threads().submit(self._decode, chunks, decode_all)
-        )
+        def came(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the process ends
+                decoding_threads().submit(self._decode, chunks, decode_all)
+
+        coming.add_done_callback(came)
 
 
 def _neighbours(starts: Int64s, ends: Int64s) -> Iterator[Int64s]:

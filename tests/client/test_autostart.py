@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from command import text_of
 from daemon import DEADLINE_S, run_python, sample, serving, write
+from own_daemons import daemons
 
 import ffserve
 from ffserve.client import connection
@@ -39,19 +40,6 @@ def socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     yield path
     for pid in daemons(path):
         os.kill(pid, signal.SIGKILL)
-
-
-def daemons(socket: str) -> list[int]:
-    """The processes that serve a socket, or are about to."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            command = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
-        except OSError:
-            continue
-        if b"serve" in command and socket.encode() in command:
-            found.append(int(entry.name))
-    return found
 
 
 def test_many_processes_at_once_start_one_daemon(path: str, socket: str) -> None:
@@ -83,6 +71,12 @@ def test_it_is_no_child_of_the_process_that_started_it(path: str, socket: str) -
     (pid,) = daemons(socket)
     assert os.getsid(pid) != os.getsid(0)
     assert os.readlink(f"/proc/{pid}/cwd") == "/"
+
+
+def test_it_has_no_settings_of_the_machine_s_daemon(path: str, socket: str) -> None:
+    run_python(PROGRAM, path, "start")
+    command = Path(f"/proc/{daemons(socket)[0]}/cmdline").read_bytes().split(b"\0")
+    assert command[command.index(b"--config") + 1] == b"/dev/null"
 
 
 def test_nothing_is_started_unless_it_is_asked_for(path: str, socket: str) -> None:

@@ -16,6 +16,7 @@ import pytest
 from command import ENVIRONMENT, error_of, run, spawned, text_of
 from daemon import DEADLINE_S, Daemon, damage, run_python, sample, until, write
 from origins import http_origin
+from own_daemons import own_daemons
 from view import Mounted, clear, mounted, needs_fuse
 
 from ffserve.view import mounting
@@ -198,17 +199,19 @@ def test_samples_come_from_the_daemon(daemon: Daemon, tmp_path: Path) -> None:
         assert daemon.cache()["blocks_read"] > 0
 
 
-def test_samples_of_remote_files_come_through_the_store(
+def test_samples_of_remote_files_come_through_a_daemon_that_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("aiohttp")
     pytest.importorskip("fsspec")
-    monkeypatch.setitem(ENVIRONMENT, "FFSERVE_STORE", str(tmp_path / "store"))
     write(tmp_path / "a.ffr", SAMPLES)
     write(tmp_path / "b.rio", SAMPLES)
-    with http_origin() as origin:
+    with http_origin() as origin, own_daemons(tmp_path) as socket:
+        monkeypatch.setitem(ENVIRONMENT, "FFSERVE_SOCKET", socket)
+        monkeypatch.setitem(ENVIRONMENT, "XDG_RUNTIME_DIR", str(tmp_path / "run"))
+        monkeypatch.setitem(ENVIRONMENT, "FFSERVE_STORE", str(tmp_path / "store"))
         urls = [origin.put(name, (tmp_path / name).read_bytes()) for name in ("a.ffr", "b.rio")]
-        with mounted(*urls, tmp_path / "a.ffr") as view:
+        with mounted(*urls, tmp_path / "a.ffr", options=("--server", "auto")) as view:
             shown = [*view.samples.glob("**/a.ffr"), *view.samples.glob("**/b.rio")]
             assert len(shown) == 3
             for folder in shown:
@@ -218,6 +221,8 @@ def test_samples_of_remote_files_come_through_the_store(
             assert [path.name for path in files] == ["a.ffr"]
             assert files[0].read_bytes() == (tmp_path / "a.ffr").read_bytes()
             assert "remote files are not in shards/" in view.log()
+            assert f"by daemon {socket}" in view.log()
+        assert origin.total == sum(map(len, origin.files.values()))
 
 
 def readable(path: Path) -> bool:
