@@ -27,6 +27,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from typing import TypeVar
@@ -41,12 +42,19 @@ from ffserve.errors import FFServeError, ReadError
 from ffserve.files import os_error
 from ffserve.formats.base import UNKNOWN_LENGTH
 from ffserve.protocol import MOST_FILES
-from ffserve.server.access import HOST, OWN, Owner, Peer, Rules, Viewer, viewer_of
+from ffserve.server.access import HOST, OWN, Owner, Peer, Rules, viewer_of
 from ffserve.server.domains import Domain, Domains
 from ffserve.server.io import Engines
-from ffserve.server.opening import IdentifiedFiles, Opener, close_passed
+from ffserve.server.opening import (
+    Identified,
+    IdentifiedFiles,
+    IdentifiedObjects,
+    Opener,
+    Opening,
+    close_passed,
+)
 from ffserve.server.prepared import Preparation, Preparations
-from ffserve.server.remote import FDS_OF_OBJECT, RemoteFiles, Wanted
+from ffserve.server.remote import ASKED_AT_ONCE, FDS_OF_OBJECT, RemoteFiles, Wanted
 from ffserve.server.shards import (
     Alias,
     Identity,
@@ -76,8 +84,20 @@ SILENT_S = 5.0
 """Files of a device that does not answer for so long are not looked at before it does."""
 REMOTE_COUNT = 64
 """Remote files that are opened together."""
+LOOK_S = 0.25
+"""How often a session that waits for files of others looks whether these wait for something else.
+"""
 MOST_CLOSED = 16_384
 """Closed shards whose samples are kept; beyond, those of the shard closed first are evicted."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingOpen:
+    """An OPEN that is not answered yet. found: the shards that are held, by position."""
+
+    request: Request
+    peer: Peer
+    found: dict[int, OpenShard] = field(default_factory=dict)
 
 
 class Catalog:
@@ -119,8 +139,8 @@ class Catalog:
             directory, rules, max_chunk_size, lambda: self._most_extra - self._extra()
         )
         self._open: dict[Key, OpenShard] = {}
-        self._opening: dict[Key, asyncio.Future[None]] = {}
-        """Ends when those that are opened together are open, or cannot be."""
+        self._opening: dict[Key, Opening] = {}
+        """Files that are being opened, with those that are opened together."""
         self._aliases: dict[Owner | None, dict[Alias, OpenShard]] = {}
         """By domain and alias."""
         self._close_after_s = close_after_s
@@ -166,37 +186,30 @@ class Catalog:
         Raises: AccessDenied, FormatError, ChecksumError, TruncatedError, ReadError: of the first
             shard that cannot be served; then none is held.
         """
-        found: dict[int, OpenShard] = {}
+        pending = PendingOpen(request, peer)
         try:
             left: list[int] = []
             for first in range(0, len(request.paths), HOLD_COUNT):
                 some = range(first, min(first + HOLD_COUNT, len(request.paths)))
                 request.name(some)
                 local = [k for k in some if k not in request.remote] if request.remote else some
-                left += self._hold_proven(request, local, peer, found)
+                left += self._hold_proven(pending, local)
                 await asyncio.sleep(0)
             if request.remote:
                 positions = sorted(request.remote)
-                with self._promising(request, positions, peer):
-                    await self._make_room(request, positions, peer)
-                    await self._open_remote(request, positions, peer, found)
+                with self._promising(pending, positions):
+                    await self._make_room(pending, positions)
+                    await self._open_remote(pending, positions)
             if left:
-                with self._promising(request, left, peer):
-                    await self._make_room(request, left, peer)
-                    await self._open_rest(request, left, peer, passing, found)
+                with self._promising(pending, left):
+                    await self._make_room(pending, left)
+                    await self._open_local(pending, left, passing)
         except BaseException:
-            self.close(list(found.values()), peer.owner)
+            self.close(list(pending.found.values()), peer.owner)
             raise
-        return [found[position] for position in range(len(request.paths))]
+        return [pending.found[position] for position in range(len(request.paths))]
 
-    async def _open_rest(
-        self,
-        request: Request,
-        left: list[int],
-        peer: Peer,
-        passing: Passing,
-        found: dict[int, OpenShard],
-    ) -> None:
+    async def _open_local(self, pending: PendingOpen, left: list[int], passing: Passing) -> None:
         """Open the shards at some positions. The client opens the next files while those that it
         has passed are parsed."""
         asking: asyncio.Future[list[PassedFile]] | None = None
@@ -208,14 +221,17 @@ class Catalog:
                     passed, asking = await asking, None
                     left = asked[len({one.position for one in passed}) :] + left
                 asked, left = left[: self._most_asked], left[self._most_asked :]
-                asked = self._hold_proven(request, asked, peer, found)
+                asked = self._hold_proven(pending, asked)
                 try:
                     if asked:
-                        await self._make_room(request, asked, peer)
+                        await self._make_room(pending, asked)
                         asking = asyncio.ensure_future(passing(asked))
                     if passed:
-                        opening, passed = passed, []
-                        await self._take(request, opening, peer, found)
+                        taken, passed = passed, []
+                        identify = partial(
+                            self._opener.identify, pending.request, taken, pending.peer
+                        )
+                        await self._obtain(pending, identify, partial(close_passed, taken))
                 finally:
                     if passed:
                         await in_thread(partial(close_passed, passed))
@@ -227,44 +243,29 @@ class Catalog:
                     await in_thread(partial(close_passed, unused))
             raise
 
-    # ---- remote files ---------------------------------------------------------------------
-
-    async def _open_remote(
-        self, request: Request, positions: list[int], peer: Peer, found: dict[int, OpenShard]
-    ) -> None:
+    async def _open_remote(self, pending: PendingOpen, positions: list[int]) -> None:
         """Open the remote files of an OPEN, some at a time."""
-        remote, access = self.remote, request.access
-        if remote is None or access is None:
+        remote, request, peer = self.remote, pending.request, pending.peer
+        if remote is None or request.access is None:
             raise ReadError(
                 "the daemon has no store for remote files",
                 path=request.paths[positions[0]],
                 hint="set [store] directory in its configuration",
             )
         urls = [request.remote[k].url for k in positions]
-        access = remote.access_for(peer, access, urls)
+        access = remote.access_for(peer, request.access, urls)
         if not remote.fetcher.has_store:
             await in_thread(remote.open_store)
         for first in range(0, len(positions), REMOTE_COUNT):
-            wanted = [
-                remote.wanted(k, request.remote[k], access, peer)
-                for k in positions[first : first + REMOTE_COUNT]
-            ]
-            keys = [self._remote_key(request, one) for one in wanted]
-            new = [o for o, k in zip(wanted, keys, strict=True) if not self._may_read(o, k, peer)]
-            if new:
-                await in_thread(partial(remote.check, new, peer))
-            left = list(zip(wanted, keys, strict=True))
-            while left:
-                await self._open_objects(remote, request, left, peer)
-                left = await self._hold_objects(remote, request, left, peer, found)
-                others = [f for _, key in left if (f := self._opening.get(key))]
-                if others:
-                    await asyncio.wait(others)
-
-    @staticmethod
-    def _remote_key(request: Request, one: Wanted) -> Key:
-        # The name without a format decides as the content does: a user's own choice.
-        return one.file, request.format, request.verify, request.tolerant, one.owner, -1
+            some = positions[first : first + REMOTE_COUNT]
+            wanted = [remote.wanted(k, request.remote[k], access, peer) for k in some]
+            # The name without a format decides as the content does: a user's own choice.
+            how = request.format, request.verify, request.tolerant
+            keys: list[Key] = [(one.file, *how, one.owner, -1) for one in wanted]
+            rows = zip(wanted, keys, strict=True)
+            unproven = [one for one, key in rows if not self._may_read(one, key, peer)]
+            files = IdentifiedObjects(remote, peer, wanted, [request.paths[k] for k in some], keys)
+            await self._obtain(pending, partial(files.identify, unproven), files.close)
 
     def _may_read(self, one: Wanted, key: Key, peer: Peer) -> bool:
         """Whether the origin has let this user read an open object with the same access."""
@@ -273,91 +274,169 @@ class Catalog:
             return False
         return shard.remote.proofs.get(peer.owner) == one.access.digest
 
-    async def _open_objects(
-        self, remote: RemoteFiles, request: Request, left: list[tuple[Wanted, Key]], peer: Peer
+    # ---- what local and remote files have in common -----------------------------------------
+
+    async def _obtain(
+        self,
+        pending: PendingOpen,
+        identify: Callable[[], Identified],
+        close: Callable[[], object],
     ) -> None:
-        """Open those objects that no session has opened or is opening."""
-        mine = {key: one for one, key in left if key not in self._open and key not in self._opening}
-        if not mine:
-            return
-        for owner in {key[4] for key in mine}:
-            while self._domains.is_full(owner) and await self._drop_oldest():
-                pass
-        ended = asyncio.get_running_loop().create_future()
-        self._opening.update(dict.fromkeys(mine, ended))
-        domains: list[Domain] = []
-        wanted, keys = list(mine.values()), list(mine)
+        """Hold the shards of some files of an OPEN.
+
+        Args: identify: checks the files; close: gives back what is not needed of them. Both are
+            called in threads.
+        """
         try:
-            with self._opener.lock:
-                for key in keys:
-                    domains.append(self._domains.obtain(key[4]))
-                    domains[-1].shards += 1
-            shards = await in_thread(
-                lambda: self._opener.open_remote(remote, request, wanted, keys, peer, domains)
-            )
-            self._remote_count += len(shards)
-            self._enter(shards)
-            for shard in shards:
-                self._idle[shard.key] = shard
-                shard.idle_since = time.monotonic()
-            domains = []
+            files = await in_thread(identify)
+            for owner in {key[4] for key in files.keys}:
+                while self._domains.is_full(owner) and await self._drop_oldest():
+                    pass
+            left = most = len(files.keys)
+            while left:
+                most = await self._open_missing(pending, files, most)
+                left = self._hold_opened(pending, files, range(len(files.keys)))
+        except asyncio.CancelledError:
+            raise  # The daemon ends, and a thread may still read the files.
+        except BaseException:
+            await in_thread(close)
+            raise
+        await in_thread(close)
+
+    async def _open_missing(self, pending: PendingOpen, files: Identified, most: int) -> int:
+        """Open those of some files that are neither open nor being opened, at most `most` at once;
+        if there are none, wait for those that others open.
+
+        Returns: how many to open at once from now on: until they are closed, passed descriptors
+            take room beside the new ones.
+        """
+        now = time.monotonic()
+        mine: dict[Key, int] = {}
+        others: set[asyncio.Future[None]] = set()
+        for k, key in enumerate(files.keys):
+            if key in self._open:
+                continue
+            opening = self._opening.get(key)
+            if opening is not None and not opening.holds_up(key, now):
+                others.add(opening.ended)
+            elif len(mine) < most:
+                mine.setdefault(key, k)
+        try:
+            if isinstance(files, IdentifiedObjects):
+                await self._open_each(pending, files, mine)
+            elif mine:
+                await self._open_new(pending, files, mine)
         except OSError as error:
-            failure = self._opening_error(error, request.paths[wanted[0].position])
+            if len(mine) > 1 and _is_emfile(error) and isinstance(files, IdentifiedFiles):
+                return len(mine) // 2
+            failure = self._opening_error(error, files.paths[min(mine.values())])
             if failure is error:
                 raise
             raise failure from error
+        if not mine and others:
+            await asyncio.wait(others, timeout=LOOK_S)
+        return most
+
+    async def _open_each(
+        self, pending: PendingOpen, files: IdentifiedObjects, mine: dict[Key, int]
+    ) -> None:
+        """Open remote files, each in a thread of its own, some at a time."""
+        limit = asyncio.Semaphore(ASKED_AT_ONCE)
+        failed: list[BaseException] = []
+
+        async def open_one(key: Key, row: int) -> None:
+            async with limit:
+                if failed or key in self._open or key in self._opening:
+                    return
+                try:
+                    await self._open_new(pending, files, {key: row})
+                except BaseException as error:
+                    failed.append(error)
+
+        # Also after a failure all threads are waited for: their number has a bound for each user.
+        await asyncio.gather(*(open_one(key, row) for key, row in mine.items()))
+        if failed:
+            raise failed[0]
+
+    async def _open_new(
+        self, pending: PendingOpen, files: Identified, mine: dict[Key, int]
+    ) -> None:
+        """Open the shards of some keys, by their rows, in a thread, and hold them."""
+        ended = asyncio.get_running_loop().create_future()
+        opening = Opening(time.monotonic(), len(mine) == 1, ended)
+        self._opening.update(dict.fromkeys(mine, opening))
+        domains: list[Domain] = []
+        rows = list(mine.values())
+        try:
+            # While they are empty, until it is known how many shards there are of each.
+            with self._opener.lock:
+                for key in mine:
+                    domains.append(self._domains.obtain(key[4]))
+                    domains[-1].shards += 1
+            shards = await in_thread(
+                partial(self._opener.open, pending.request, files, rows, domains, opening)
+            )
+            fresh = [shard for shard in shards if shard.key not in self._open]
+            self._enter(fresh)
+            self._hold_opened(pending, files, rows)
         finally:
             for domain in domains:
                 domain.shards -= 1
-            for key in keys:
-                del self._opening[key]
+            for key in mine:
+                if self._opening.get(key) is opening:
+                    del self._opening[key]
             ended.set_result(None)
+        if len(fresh) < len(shards):
+            await self._discard([s for s in shards if self._open.get(s.key) is not s])
 
-    async def _hold_objects(
-        self,
-        remote: RemoteFiles,
-        request: Request,
-        left: list[tuple[Wanted, Key]],
-        peer: Peer,
-        found: dict[int, OpenShard],
-    ) -> list[tuple[Wanted, Key]]:
-        """Hold those objects that are open; return the others."""
-        owner, viewer = peer.owner, viewer_of(peer.owner)
-        later, rest = [], []
-        for one, key in left:
-            shard = self._open.get(key)
-            if shard is None or shard.remote is None:
-                rest.append((one, key))
-                continue
-            known = shard.remote.objects.get(owner)
-            if known is None or known.access is None or known.access.digest != one.access.digest:
-                later.append((one, key))
-                continue
-            self._hold_object(shard, one, request.paths[one.position], viewer, owner)
-            found[one.position] = shard
-        for one, key in later:
-            # Later reads use the access that came last: credentials expire.
-            opened = await in_thread(partial(remote.open_object, one, owner))
-            shard = self._open.get(key)
-            if shard is None or shard.remote is None:
-                run_in_thread(partial(remote.close, [opened]))
-                rest.append((one, key))
-                continue
-            before = shard.remote.objects.get(owner)
-            shard.remote.objects[owner] = opened
-            if before is not None:
-                run_in_thread(partial(remote.close, [before]))
-            self._hold_object(shard, one, request.paths[one.position], viewer, owner)
-            found[one.position] = shard
-        return rest
+    async def _discard(self, shards: list[OpenShard]) -> None:
+        """Close shards whose files another session has opened in the meantime."""
+        fds = [fd for shard in shards for fd in self._taken_fds(shard)]
+        with self._opener.lock:
+            for shard in shards:
+                self._directory.release(shard.base, shard.count, shard.domain.number)
+        await in_thread(partial(close_fds, fds))
 
-    def _hold_object(
-        self, shard: OpenShard, one: Wanted, path: str, viewer: Viewer, owner: Owner
-    ) -> None:
-        assert shard.remote is not None
-        shard.names[viewer] = path
-        shard.remote.proofs[owner] = one.access.digest
-        self._hold([shard], owner)
+    def _hold_opened(self, pending: PendingOpen, files: Identified, rows: Sequence[int]) -> int:
+        """Hold the shards of those identified files that are open, which the peer has proven now,
+        if the rules are still those by which the files were checked.
+
+        Returns: the number of the others. Another session opens them; if it fails for reasons of
+            its own, the next turn opens them for this one.
+        """
+        request, found = pending.request, pending.found
+        owner, positions = pending.peer.owner, files.positions
+        viewer, proof = viewer_of(owner), frozenset((owner,))
+        kept, left, held = [], 0, []
+        for k in rows:
+            position = positions[k]
+            if position in found:
+                continue
+            shard = self._open.get(files.keys[k])
+            if shard is None:
+                left += 1
+                continue
+            found[position] = shard
+            held.append(shard)
+            kept.append(request.aliases[position])
+            shard.names[viewer] = files.paths[k]
+            if isinstance(files, IdentifiedObjects):
+                files.give(k, shard)
+            elif files.rules is self._opener.rules:
+                if owner not in shard.proven:
+                    shard.proven = shard.proven | proof if shard.proven else proof
+                # Under what the daemon knows of the file, whatever the client says.
+                self._name(shard, request.alias(position, files.keys[k][0]))
+        for each, promised in self._promised:
+            if each == owner:
+                promised.difference_update(kept)
+        self._hold(held, owner)
+        return left
+
+    def _name(self, shard: OpenShard, alias: Alias) -> None:
+        if len(shard.aliases) < MOST_ALIASES and alias not in shard.aliases:
+            shard.aliases += (alias,)
+            self._aliases.setdefault(shard.key[4], {})[alias] = shard
 
     def _close_objects(self, shard: OpenShard) -> None:
         """Give back the object of a shard that is closed."""
@@ -369,15 +448,10 @@ class Catalog:
             self._remote_count -= 1
             run_in_thread(partial(self.remote.close, objects))
 
-    def _hold_proven(
-        self,
-        request: Request,
-        positions: Sequence[int],
-        peer: Peer,
-        found: dict[int, OpenShard],
-    ) -> list[int]:
+    def _hold_proven(self, pending: PendingOpen, positions: Sequence[int]) -> list[int]:
         """Hold the shards that this peer's owner has proven; return the positions of the others."""
-        owner, left, held = peer.owner, [], []
+        request, found, owner = pending.request, pending.found, pending.peer.owner
+        left, held = [], []
         common, own = self._aliases.get(None, {}), self._aliases.get(owner, {})
         for position in positions:
             alias = request.aliases[position]
@@ -391,19 +465,21 @@ class Catalog:
         return left
 
     @contextlib.contextmanager
-    def _promising(self, request: Request, left: list[int], peer: Peer) -> Iterator[None]:
+    def _promising(self, pending: PendingOpen, left: list[int]) -> Iterator[None]:
         """Count the files of an OPEN against the limit before they come: of two OPENs at a time,
         the second is refused at once if there is no room for both."""
         # Shards that others have proven need no room, but who has not must not learn of them.
-        mine = peer.owner, {request.aliases[position] for position in left}
+        aliases = pending.request.aliases
+        mine = pending.peer.owner, {aliases[position] for position in left}
         self._promised.append(mine)
         try:
             yield
         finally:
             self._promised = [each for each in self._promised if each is not mine]
 
-    async def _make_room(self, request: Request, left: list[int], peer: Peer) -> None:
+    async def _make_room(self, pending: PendingOpen, left: list[int]) -> None:
         """Close idle shards, so that those of a request can be opened. Raises: ReadError."""
+        request, peer = pending.request, pending.peer
         room, held = self._room(), self._held[peer.owner]
         limited = peer.uid not in (0, os.geteuid())
         most = room // 2 if limited else room
@@ -443,127 +519,6 @@ class Catalog:
         """Return how many shards may be open: fewer once domains need more than their part."""
         return max(self._most_open - max(self._extra() - self._most_extra, 0), 0)
 
-    async def _take(
-        self,
-        request: Request,
-        passed: list[PassedFile],
-        peer: Peer,
-        found: dict[int, OpenShard],
-    ) -> None:
-        """Hold the shards of passed descriptors, and close the descriptors."""
-        rules = self._opener.rules
-        try:
-            files = await in_thread(lambda: self._opener.identify(request, passed, peer))
-            for owner in {key[4] for key in files.keys}:
-                while self._domains.is_full(owner) and await self._drop_oldest():
-                    pass
-            left, most = list(range(len(passed))), len(passed)
-            while left:
-                most = await self._open_missing(request, files, left, most)
-                left = self._hold_opened(request, files, left, peer, found, rules)
-                others = [f for k in left if (f := self._opening.get(files.keys[k]))]
-                if others:
-                    await asyncio.wait(others)
-        except asyncio.CancelledError:
-            raise  # The daemon ends, and a thread may still read the files.
-        except BaseException:
-            await in_thread(partial(close_passed, passed))
-            raise
-        if any(one.fd >= 0 for one in passed):
-            await in_thread(partial(close_passed, passed))
-
-    async def _open_missing(
-        self, request: Request, files: IdentifiedFiles, rows: list[int], most: int
-    ) -> int:
-        """Open those of some files that no session has opened or is opening, at most `most`.
-
-        Returns: how many to open at once from now on: until they are closed, passed descriptors
-            take room beside the new ones.
-        """
-        mine: dict[Key, int] = {}
-        for k in rows:
-            key = files.keys[k]
-            if len(mine) < most and key not in self._open and key not in self._opening:
-                mine.setdefault(key, k)
-        try:
-            if mine:
-                await self._open_new(request, files, mine)
-        except OSError as error:
-            if len(mine) > 1 and _is_emfile(error):
-                return len(mine) // 2
-            failure = self._opening_error(error, files.paths[min(mine.values())])
-            if failure is error:
-                raise
-            raise failure from error
-        return most
-
-    def _hold_opened(
-        self,
-        request: Request,
-        files: IdentifiedFiles,
-        rows: list[int],
-        peer: Peer,
-        found: dict[int, OpenShard],
-        rules: Rules,
-    ) -> list[int]:
-        """Hold the shards of those passed files that are open, which the peer has proven now, if
-        the rules are still those by which the files were checked.
-
-        Returns: the rows of the others. Another session opens them; if it fails for reasons of its
-            own, the next turn opens them for this one.
-        """
-        owner, viewer = peer.owner, viewer_of(peer.owner)
-        proof, kept, left, held = frozenset((owner,)), [], [], []
-        for k in rows:
-            shard = self._open.get(files.keys[k])
-            if shard is None:
-                left.append(k)
-                continue
-            position = files.passed[k].position
-            found[position] = shard
-            held.append(shard)
-            kept.append(request.aliases[position])
-            shard.names[viewer] = files.paths[k]
-            if rules is not self._opener.rules:
-                continue
-            if owner not in shard.proven:
-                shard.proven = shard.proven | proof if shard.proven else proof
-            # Under what the daemon knows of the file, whatever the client says.
-            self._name(shard, request.alias(position, files.keys[k][0]))
-        for each, promised in self._promised:
-            if each == owner:
-                promised.difference_update(kept)
-        self._hold(held, owner)
-        return left
-
-    def _name(self, shard: OpenShard, alias: Alias) -> None:
-        if len(shard.aliases) < MOST_ALIASES and alias not in shard.aliases:
-            shard.aliases += (alias,)
-            self._aliases.setdefault(shard.key[4], {})[alias] = shard
-
-    async def _open_new(
-        self, request: Request, files: IdentifiedFiles, mine: dict[Key, int]
-    ) -> None:
-        """Open the shards of some keys, by their rows."""
-        ended = asyncio.get_running_loop().create_future()
-        self._opening.update(dict.fromkeys(mine, ended))
-        domains: list[Domain] = []
-        rows = list(mine.values())
-        try:
-            with self._opener.lock:
-                for key in mine:
-                    domains.append(self._domains.obtain(key[4]))
-                    domains[-1].shards += 1
-            shards = await in_thread(lambda: self._opener.open(request, files, rows, domains))
-            self._enter(shards)
-            domains = []
-        finally:
-            for domain in domains:
-                domain.shards -= 1
-            for key in mine:
-                del self._opening[key]
-            ended.set_result(None)
-
     def _opening_error(self, error: OSError, path: str) -> Exception:
         """Return the error for files that could not be opened."""
         if _is_emfile(error):
@@ -582,6 +537,8 @@ class Catalog:
         self._entered = True
         for shard in shards:
             self._open[shard.key] = shard
+            shard.domain.shards += 1
+            self._remote_count += shard.remote is not None
             if shard.count:
                 by_device[shard.device].append(shard)
         fresh, numbers, adopted = [], [], []

@@ -1,20 +1,25 @@
-"""Opening: the files of one message are checked, identified and read beside the loop, all together.
+"""Opening: files are checked, identified and read beside the loop, those of one message together.
 
 A data set may have ten thousand files, of which a client passes some hundred at a time. Each step
 is one call of C for all of them. Files that are small, or whose tables are, are read from their
 heads (`formats.base.Format.open_small`); others, and all that are not in order, are opened one by
-one (`shardfile.py`), which says what is wrong.
+one (`shardfile.py`), which says what is wrong. Remote files are opened one by one as well.
 
-A file system can hang in any call on its files, so all of this runs in threads.
+A file system can hang in any call on its files, and an origin in any request, so all of this runs
+in threads. Who waits for a file that another session opens must not wait for the other files of
+that session: an `Opening` says for which file the time passes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,16 +60,98 @@ from ffserve.store.fetching import OpenObject
 
 SMALL_SIZE = 16 << 10
 """Bytes of each file that are read at once: 4 MiB of a message of 253 descriptors."""
+JOIN_S = 1.0
+"""How long a session waits for a file that waits for other files of another session. To open 253
+small files takes 30 ms, and longer where their file system is slow."""
+SINGLY_S = 0.1
+"""After files were opened one by one for so long, what was opened is entered: others may wait for
+one of them."""
+
+
+@dataclass(slots=True, eq=False)
+class Opening:
+    """Files that a thread opens together.
+
+    begun: monotonic time. alone: whether it is one file. ended: its result says that the thread has
+    ended, whatever became of the files.
+    """
+
+    begun: float
+    alone: bool
+    ended: asyncio.Future[None]
+    current: Key | None = None
+    """The file that the thread reads by itself, which takes minutes if it must be scanned."""
+
+    def holds_up(self, key: Key, now: float) -> bool:
+        """Whether one of these files waits for others of them for too long."""
+        return now - self.begun > JOIN_S and not self.alone and self.current != key
 
 
 @dataclass(slots=True)
 class IdentifiedFiles:
-    """Passed files that were checked. keys: of their shards. heads: of as many as could be read."""
+    """Passed files that were checked, by these rules. keys: of their shards. heads: of as many as
+    could be read."""
 
+    rules: Rules
     passed: list[PassedFile]
     paths: list[str]
     keys: list[Key]
     heads: Heads
+
+    @property
+    def positions(self) -> list[int]:
+        """In the OPEN."""
+        return [one.position for one in self.passed]
+
+
+@dataclass(slots=True)
+class IdentifiedObjects:
+    """Remote files of an OPEN. keys: of their shards. objects: with this peer's access, once it has
+    been checked; None: it belongs to a shard."""
+
+    remote: RemoteFiles
+    peer: Peer
+    wanted: list[Wanted]
+    paths: list[str]
+    keys: list[Key]
+    objects: list[OpenObject | None] = field(default_factory=list)
+
+    def identify(self, unproven: list[Wanted]) -> IdentifiedObjects:
+        """Open the objects; ask the origins whether the peer may read those that are unproven.
+        Raises: as `RemoteFiles.identify`."""
+        self.objects += self.remote.identify(self.wanted, unproven, self.peer)
+        return self
+
+    def close(self) -> None:
+        """Give back the objects that belong to no shard."""
+        self.remote.close([opened for opened in self.objects if opened is not None])
+        self.objects.clear()
+
+    @property
+    def positions(self) -> list[int]:
+        """In the OPEN."""
+        return [one.position for one in self.wanted]
+
+    def take(self, row: int) -> OpenObject:
+        """Return an object, which belongs to a shard from now on."""
+        opened, self.objects[row] = self.objects[row], None
+        assert opened is not None
+        return opened
+
+    def give(self, row: int, shard: OpenShard) -> None:
+        """Give the object to a shard, unless that has one with the same access: later reads use the
+        access that came last, since credentials expire."""
+        owner, digest = self.peer.owner, self.wanted[row].access.digest
+        remote = shard.remote
+        assert remote is not None
+        known = remote.objects.get(owner)
+        if known is None or known.access is None or known.access.digest != digest:
+            remote.objects[owner] = self.take(row)
+            self.objects[row] = known
+        remote.proofs[owner] = digest
+
+
+Identified: TypeAlias = IdentifiedFiles | IdentifiedObjects
 
 
 @dataclass(slots=True)
@@ -119,11 +206,12 @@ class Opener:
 
     def identify(self, request: Request, passed: list[PassedFile], peer: Peer) -> IdentifiedFiles:
         """Check passed files. Raises: AccessDenied, ReadError."""
+        rules = self.rules
         paths = [request.paths[one.position] for one in passed]
         fds = np.array([one.fd for one in passed], np.int32)
-        with self.rules.domains(peer) as domains_of:
-            files = self.rules.check(fds, paths, peer)
-            self._check_indexes(passed, paths, peer)
+        with rules.domains(peer) as domains_of:
+            files = rules.check(fds, paths, peer)
+            _check_indexes(rules, passed, paths, peer)
             # The tables are read through the page cache.
             with contextlib.suppress(OSError):
                 clear_flags(fds, os.O_DIRECT | os.O_NONBLOCK)
@@ -134,40 +222,32 @@ class Opener:
         how = request.verify, request.tolerant
         rows = zip(identities_of(files.states), names, owners, strict=True)
         keys: list[Key] = [(identity, name, *how, owner, -1) for identity, name, owner in rows]
-        return IdentifiedFiles(passed, paths, keys, Heads(heads, got, sizes))
-
-    def _check_indexes(self, passed: list[PassedFile], paths: list[str], peer: Peer) -> None:
-        """Close those index files that the rules do not allow. Whoever may write to the directory
-        could put them there: their files are read without."""
-        rows = [k for k, one in enumerate(passed) if one.index is not None]
-        for k in [] if self._are_allowed(passed, rows, paths, peer) else rows:
-            if not self._are_allowed(passed, [k], paths, peer):
-                close_fds(np.array([passed[k].index], np.int32))
-                passed[k].index = None
-
-    def _are_allowed(
-        self, passed: list[PassedFile], rows: list[int], paths: list[str], peer: Peer
-    ) -> bool:
-        with contextlib.suppress(FFServeError):
-            fds = np.array([passed[k].index for k in rows], np.int32)
-            self.rules.check(fds, [paths[k] for k in rows], peer)
-            return True
-        return False
+        return IdentifiedFiles(rules, passed, paths, keys, Heads(heads, got, sizes))
 
     # ---- their tables ---------------------------------------------------------------------------
 
     def open(
-        self, request: Request, files: IdentifiedFiles, rows: list[int], domains: list[Domain]
+        self,
+        request: Request,
+        files: Identified,
+        rows: list[int],
+        domains: list[Domain],
+        opening: Opening,
     ) -> list[OpenShard]:
-        """Open the shards of some files, and close the passed descriptors of these.
+        """Open the shards of some files, and close the passed descriptors of these. If that takes
+        long, only those of the first files; of remote files that of the first one.
 
         Args: domains: the domain of each.
         Raises: FFServeError: of the first that cannot be opened; then none is. OSError with EMFILE.
         """
-        passed, paths = [files.passed[k] for k in rows], [files.paths[k] for k in rows]
-        keys, fds = [files.keys[k] for k in rows], np.array([one.fd for one in passed], np.int32)
+        if isinstance(files, IdentifiedObjects):
+            return [self._open_object(request, files, rows[0], domains[0])]
+        paths, keys = [files.paths[k] for k in rows], [files.keys[k] for k in rows]
+        fds = np.array([files.passed[k].fd for k in rows], np.int32)
         _check_unchanged(fds, keys, paths)
-        tables = self._read(request, files, rows)
+        tables = self._read(request, files, rows, opening)
+        passed, fds = [files.passed[k] for k in rows[: len(tables)]], fds[: len(tables)]
+        keys, paths, domains = keys[: len(tables)], paths[: len(tables)], domains[: len(tables)]
         counts = [each.count for each in tables]
         bases = self._reserve(counts, domains)
         try:
@@ -178,34 +258,14 @@ class Opener:
             raise
         cached = self._open_cached(opened, alignments, bases, tables, keys)
         close_passed(passed)
-        columns = zip(
-            *(keys, paths, tables, bases, domains),
-            *(each.tolist() for each in (opened, alignments, cached)),
-            strict=True,
-        )
-        return [
-            OpenShard(
-                key=key,
-                path=path,
-                format=each.format,
-                fd=fd,
-                size=key[0][2],
-                count=each.count,
-                base=base,
-                checksum_kind=each.kind if request.verify else 0,
-                fingerprint=each.fingerprint,
-                alignment=alignment,
-                cached_fd=cached_fd,
-                payload_size=each.payload_size,
-                domain=domain,
-                chunked=each.chunked,
-                device=key[0][0],
-                scanned=each.scanned,
-            )
-            for key, path, each, base, domain, fd, alignment, cached_fd in columns
-        ]
+        fds_of = zip(opened.tolist(), cached.tolist(), strict=True)
+        columns = zip(tables, keys, paths, bases, domains, fds_of, alignments.tolist(), strict=True)
+        return [self._shard(request, *each) for each in columns]
 
-    def _read(self, request: Request, files: IdentifiedFiles, rows: list[int]) -> list[_Tables]:
+    def _read(
+        self, request: Request, files: IdentifiedFiles, rows: list[int], opening: Opening
+    ) -> list[_Tables]:
+        """Return the tables of the first files, at least one."""
         found: dict[int, _Tables] = {}
         by_name: dict[str, list[int]] = {}
         for k in rows:
@@ -216,7 +276,16 @@ class Opener:
             self._read_small(request, name, files, some, found)
             if name == TFRECORD.name:
                 self._read_indexed(files, [k for k in some if k not in found], found)
-        return [found.get(k) or self._read_single(request, files, k) for k in rows]
+        tables: list[_Tables] = []
+        begun = time.monotonic()
+        for k in rows:
+            single = k not in found
+            if single and time.monotonic() - begun > SINGLY_S:
+                break
+            opening.current = files.keys[k] if single else None
+            tables.append(self._read_single(request, files, k) if single else found[k])
+        opening.current = None
+        return tables
 
     def _read_small(
         self,
@@ -329,46 +398,12 @@ class Opener:
 
     # ---- remote files ---------------------------------------------------------------------------
 
-    def open_remote(
-        self,
-        remote: RemoteFiles,
-        request: Request,
-        wanted: list[Wanted],
-        keys: list[Key],
-        peer: Peer,
-        domains: list[Domain],
-    ) -> list[OpenShard]:
-        """Open the shards of remote files. Args: keys, domains: of each.
-
-        Raises: FFServeError: of the first that cannot be opened; then none is. OSError with EMFILE.
-        """
-        how = {"verify": request.verify, "tolerant": request.tolerant}
-        found = remote.open(wanted, peer, request.format, **how)
-        shards: list[OpenShard] = []
-        try:
-            for one, (opened, shard), key, domain in zip(wanted, found, keys, domains, strict=True):
-                path = request.paths[one.position]
-                shards.append(self._remote_shard(request, opened, shard, key, domain, path, peer))
-        except BaseException:
-            remote.close([opened for opened, _ in found])
-            for each in shards:
-                close_fds(np.array([f for f in (each.fd, each.cached_fd) if f >= 0], np.int32))
-                self._release([each.base], [each.count], [each.domain])
-            with self.lock:
-                self.cached_count -= sum(each.cached_fd >= 0 for each in shards)
-            raise
-        return shards
-
-    def _remote_shard(
-        self,
-        request: Request,
-        opened: OpenObject,
-        shard: Shard,
-        key: Key,
-        domain: Domain,
-        path: str,
-        peer: Peer,
+    def _open_object(
+        self, request: Request, files: IdentifiedObjects, row: int, domain: Domain
     ) -> OpenShard:
+        path, key, opened = files.paths[row], files.keys[row], files.objects[row]
+        assert opened is not None
+        shard = files.remote.parse(opened, request.format, request.verify, request.tolerant)
         chunked = shard if is_chunked(shard) else None
         if chunked is not None:
             chunked.limit(self.max_chunk_size)
@@ -404,24 +439,43 @@ class Opener:
             os.posix_fadvise(cached, 0, 0, os.POSIX_FADV_RANDOM)
             with self.lock:
                 self.cached_count += 1
+        taken = RemoteShard(opened.stored, {files.peer.owner: files.take(row)}, *blocks)
+        fds_of, alignment = (int(direct), cached), int(alignments[0])
+        return self._shard(request, tables, key, path, base, domain, fds_of, alignment, taken)
+
+    # ---- their shards ---------------------------------------------------------------------------
+
+    @staticmethod
+    def _shard(
+        request: Request,
+        tables: _Tables,
+        key: Key,
+        path: str,
+        base: int,
+        domain: Domain,
+        fds: tuple[int, int],
+        alignment: int,
+        remote: RemoteShard | None = None,
+    ) -> OpenShard:
+        """Return a shard. Args: fds: `fd` and `cached_fd` of it."""
         return OpenShard(
             key=key,
             path=path,
-            format=shard.format,
-            fd=int(direct),
-            size=shard.size,
-            count=shard.count,
+            format=tables.format,
+            fd=fds[0],
+            size=key[0][2],
+            count=tables.count,
             base=base,
-            checksum_kind=shard.checksum_kind if request.verify else 0,
-            fingerprint=shard.fingerprint,
-            alignment=int(alignments[0]),
-            cached_fd=cached,
+            checksum_kind=tables.kind if request.verify else 0,
+            fingerprint=tables.fingerprint,
+            alignment=alignment,
+            cached_fd=fds[1],
             payload_size=tables.payload_size,
             domain=domain,
-            chunked=chunked,
+            chunked=tables.chunked,
             device=key[0][0],
-            scanned=None,
-            remote=RemoteShard(opened.stored, {peer.owner: opened}, *blocks),
+            scanned=tables.scanned,
+            remote=remote,
         )
 
     # ---- their numbers --------------------------------------------------------------------------
@@ -511,6 +565,24 @@ class Opener:
             with self.lock:
                 self.cached_count += int((cached >= 0).sum())
         return cached
+
+
+def _check_indexes(rules: Rules, passed: list[PassedFile], paths: list[str], peer: Peer) -> None:
+    """Close those index files that the rules do not allow. Whoever may write to the directory could
+    put them there: their files are read without."""
+
+    def are_allowed(rows: list[int]) -> bool:
+        with contextlib.suppress(FFServeError):
+            fds = np.array([passed[k].index for k in rows], np.int32)
+            rules.check(fds, [paths[k] for k in rows], peer)
+            return True
+        return False
+
+    rows = [k for k, one in enumerate(passed) if one.index is not None]
+    for k in [] if are_allowed(rows) else rows:
+        if not are_allowed([k]):
+            close_fds(np.array([passed[k].index], np.int32))
+            passed[k].index = None
 
 
 def identities_of(states: States) -> list[Identity]:

@@ -24,7 +24,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -55,7 +56,6 @@ log = logging.getLogger("ffserve")
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
 Floats = NDArray[np.float64]
-T = TypeVar("T")
 
 GIVE_UP_S = 75.0
 """How long a failing origin is asked again. A client waits 120 s for an answer, and an attempt may
@@ -208,11 +208,25 @@ class RemoteFiles:
 
     # ---- in threads -----------------------------------------------------------------------
 
-    def check(self, wanted: Sequence[Wanted], peer: Peer) -> None:
-        """Ask origins whether a peer may read these versions.
+    def identify(
+        self, wanted: Sequence[Wanted], unproven: Sequence[Wanted], peer: Peer
+    ) -> list[OpenObject]:
+        """Open objects for a peer; of those unproven, ask the origins whether it may read them.
 
-        Raises: what an origin says; ReadError: an object has changed.
+        Raises: what an origin says; ReadError: an object has changed, or cannot be opened. Then
+            none is open.
         """
+        self._check(unproven, peer)
+        found: list[OpenObject] = []
+        try:
+            found.extend(self.open_object(one, peer.owner) for one in wanted)
+        except BaseException:
+            self.close(found)
+            raise
+        return found
+
+    def _check(self, wanted: Sequence[Wanted], peer: Peer) -> None:
+        """Ask origins whether a peer may read these versions."""
 
         def ask(one: Wanted) -> None:
             url = one.identity.url
@@ -228,42 +242,29 @@ class RemoteFiles:
             if not same or (found.modified and found.modified != one.identity.modified):
                 raise changed(url)
 
-        _all(ask, wanted)
+        _for_all(ask, wanted)
 
-    def open(
-        self, wanted: Sequence[Wanted], peer: Peer, format: str | None, *, verify: bool,
-        tolerant: bool,
-    ) -> list[tuple[OpenObject, Shard]]:  # fmt: skip
-        """Open objects and read their tables, which fetches the blocks that these lie in.
+    def parse(self, opened: OpenObject, format: str | None, verify: bool, tolerant: bool) -> Shard:
+        """Read the tables of an object, which fetches the blocks that these lie in.
 
-        Raises: FormatError, ChecksumError, TruncatedError, AccessDenied, ReadError: of the first
-            that cannot be opened; then none is.
+        Raises: FormatError, ChecksumError, TruncatedError, AccessDenied, ReadError.
         """
-
-        def one_of(one: Wanted) -> tuple[OpenObject, Shard]:
-            opened = self.open_object(one, peer.owner)
-            try:
-                for last in (False, True):
-                    try:
-                        return opened, parsed(
-                            self.fetcher.read_at(opened),
-                            opened.stored.size,
-                            opened.shown,
-                            format,
-                            verify=verify,
-                            tolerant=tolerant,
-                            kept=(self.fetcher.store, opened.stored),
-                        )
-                    except FormatError:
-                        every = np.arange(opened.stored.count)
-                        if last or not self.fetcher.repair(opened, every):
-                            raise
-                raise AssertionError("the second attempt returns or raises")
-            except BaseException:
-                self.close([opened])
+        read = partial(
+            parsed,
+            self.fetcher.read_at(opened),
+            opened.stored.size,
+            opened.shown,
+            format,
+            verify=verify,
+            tolerant=tolerant,
+            kept=(self.fetcher.store, opened.stored),
+        )
+        try:
+            return read()
+        except FormatError:
+            if not self.fetcher.repair(opened, np.arange(opened.stored.count)):
                 raise
-
-        return _all(one_of, wanted, lambda found: self.close([found[0]]))
+        return read()
 
     def open_object(self, one: Wanted, owner: Owner) -> OpenObject:
         """Open an object for a user; `close` gives it back. Raises: AccessDenied,
@@ -308,14 +309,9 @@ def pool_of(owner: Owner, place: str) -> str:
     return f"{owner[0]} {owner[1]} {place}"
 
 
-def _all(
-    call: Callable[[Wanted], T],
-    items: Sequence[Wanted],
-    undo: Callable[[T], object] | None = None,
-) -> list[T]:
-    """Return the results of calls, several at once. Raises: the error of the first that failed; the
-    results of others are undone."""
-    futures: list[Future[T]] = [Future() for _ in items]
+def _for_all(call: Callable[[Wanted], object], items: Sequence[Wanted]) -> None:
+    """Make calls, several at once. Raises: the error of the first that failed."""
+    futures: list[Future[None]] = [Future() for _ in items]
     left = iter(list(zip(items, futures, strict=True)))
     taking = threading.Lock()
 
@@ -326,21 +322,18 @@ def _all(
             if item is None or future is None:
                 return
             try:
-                future.set_result(call(item))
+                call(item)
             except BaseException as error:
                 future.set_exception(error)
+            else:
+                future.set_result(None)
 
     # Not those of a pool: the daemon does not wait for them at its end.
     for _ in range(min(len(items), ASKED_AT_ONCE)):
         threading.Thread(target=work, name="ffserve-open", daemon=True).start()
     wait(futures)
-    failed = next((error for f in futures if (error := f.exception()) is not None), None)
-    if failed is None:
-        return [future.result() for future in futures]
     for future in futures:
-        if undo is not None and future.exception() is None:
-            undo(future.result())
-    raise failed
+        future.result()
 
 
 def blocks_of(

@@ -68,8 +68,10 @@ FILES_TIMEOUT_S = 30.0
 """From NEED to FILES."""
 TEND_INTERVAL_S = 1.0
 """How often idle shards are looked at."""
-OPENINGS, LANE_TIMEOUT_S = 4, 60.0
-"""OPENs of one user that are carried out at once; how long another waits for its turn."""
+OPENINGS, USER_OPENINGS, LANE_TIMEOUT_S = 4, 16, 60.0
+"""OPENs that are carried out at once of a user in one mount namespace (a user can make any number
+of them), and in all; how long another waits for its turn. Each has a thread, or one for each of
+`remote.ASKED_AT_ONCE` remote files, and the descriptors of a message."""
 FEWEST_SESSIONS = 32
 """Sessions for which there are always descriptors."""
 _ACCEPTED = 8
@@ -549,7 +551,7 @@ class Server:
         self._connections: set[ClientConnection] = set()
         self._openings: set[asyncio.Task[None]] = set()
         self.namespaces = Namespaces()
-        self._lanes: weakref.WeakValueDictionary[Owner, asyncio.Semaphore] = (
+        self._lanes: weakref.WeakValueDictionary[Owner | int, asyncio.Semaphore] = (
             weakref.WeakValueDictionary()
         )
         self._timer: asyncio.TimerHandle | None = None
@@ -709,19 +711,19 @@ class Server:
     async def lane(self, owner: Owner) -> AsyncIterator[None]:
         """Wait until a client may open a data set: its user's files may be on a file system that
         does not answer, which must cost neither others nor ever more threads and descriptors."""
-        lane = self._lanes.setdefault(owner, asyncio.Semaphore(OPENINGS))
-        try:
-            await asyncio.wait_for(lane.acquire(), LANE_TIMEOUT_S)
-        except asyncio.TimeoutError:  # before Python 3.11 not the built-in one
-            raise ServerUnavailable(
-                f"{OPENINGS} earlier requests of this user to open files have not ended for "
-                f"{LANE_TIMEOUT_S:g} s",
-                hint="does a file system not answer? try again later",
-            ) from None
-        try:
+        with contextlib.ExitStack() as held:
+            for whose, most in ((owner, OPENINGS), (owner[0], USER_OPENINGS)):
+                lane = self._lanes.setdefault(whose, asyncio.Semaphore(most))
+                try:
+                    await asyncio.wait_for(lane.acquire(), LANE_TIMEOUT_S)
+                except asyncio.TimeoutError:  # before Python 3.11 not the built-in one
+                    raise ServerUnavailable(
+                        f"{most} earlier requests of this user to open files have not ended for "
+                        f"{LANE_TIMEOUT_S:g} s",
+                        hint="does a file system not answer? try again later",
+                    ) from None
+                held.callback(lane.release)
             yield
-        finally:
-            lane.release()
 
     async def _tend(self) -> None:
         while True:

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import signal
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from daemon import Daemon, damage, run_python, sample, serving, until, write
+from daemon import (
+    DEADLINE_S,
+    Daemon,
+    Raw,
+    asking,
+    damage,
+    ready,
+    run_python,
+    sample,
+    serving,
+    until,
+    write,
+)
 
 import ffserve
-from ffserve import formats
+from ffserve import formats, protocol
 from ffserve.errors import ChecksumError, FFServeError, FormatError, MissingFile, ReadError
 from ffserve.server.opening import SMALL_SIZE
+from ffserve.server.server import USER_OPENINGS
 from ffserve.testing import written
 
 ALICE = 61_001
@@ -156,6 +174,156 @@ def test_chunks_above_the_limit_in_small_files(tmp_path: Path) -> None:
                 assert isinstance(each, FormatError) and "more than the limit" in str(each)
             else:
                 assert bytes(each) == [b"1", b"a", b"a", b"2"][(k >= 3) + (k >= 5) + (k >= 7)]  # type: ignore[arg-type]
+
+
+# ---- files that let others wait ----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def leased(path: str) -> Iterator[int]:
+    """A descriptor of a file that nobody else can open for lease-break-time, 45 s: a write lease.
+    It is given back at the end."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # which does nothing
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        except OSError as error:
+            pytest.skip(f"the file system of {path} has no leases: {error}")
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def waits(raw: Raw) -> bool:
+    """Whether an OPEN is not answered yet."""
+    raw.socket.settimeout(0.1)
+    try:
+        raw.receive()
+    except TimeoutError:
+        return True
+    finally:
+        raw.socket.settimeout(DEADLINE_S)
+    return False
+
+
+def test_who_sent_a_file_together_with_one_under_a_lease_held_up_its_first_opener(
+    tmp_path: Path,
+) -> None:
+    """For 45 s each. The second session opens the common file itself, and both have one shard."""
+    paths = [write(tmp_path / f"{name}.ffr", [name.encode()]) for name in ("common", "own", "more")]
+    common, own, more = paths
+    with leased(own) as fd, serving() as daemon, Raw(daemon.socket) as slow:
+        slow.send(asking(common, own, more))
+        assert isinstance(slow.receive(), protocol.Need)
+        slow.pass_files(1, [common, fd, more])
+        until(lambda: fcntl.fcntl(fd, fcntl.F_GETLEASE) != fcntl.F_WRLCK, "it is being opened")
+        with daemon.open([common, more]) as reader:
+            assert [bytes(one) for one in reader.read([0, 1])] == [b"common", b"more"]
+            assert waits(slow), "its own file is not open yet"
+            before = daemon.fd_count()
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            assert isinstance(slow.receive(), protocol.Opened)
+            found = sorted((s["path"], s["sessions"]) for s in daemon.status()["shards"])
+            assert found == [(common, 2), (more, 2), (own, 1)]
+            # Of the passed files and of those that were opened twice none is left.
+            until(lambda: daemon.fd_count() <= before, "nothing else is held")
+
+
+def test_who_sent_a_file_behind_one_that_is_scanned_for_long_held_up_its_first_opener(
+    tmp_path: Path,
+) -> None:
+    """A file that takes long itself is read once, for all who want it."""
+    begin, log = tmp_path / "begin", tmp_path / "log"
+    begin.touch()
+    patch = f"""
+import os, time
+import ffserve.server.opening as o
+real = o.open_shard
+def slowly(fd, path, *arguments, **options):
+    with open({str(log)!r}, "a") as out:
+        out.write(os.path.basename(path) + "\\n")
+    while "slow" in path and os.path.exists({str(begin)!r}):
+        time.sleep(0.01)
+    return real(fd, path, *arguments, **options)
+o.open_shard = slowly
+"""
+    large = [sample(i, [3]) for i in range(3000)]
+    slow, common = (write(tmp_path / f"{name}.ffr", large) for name in ("slow", "common"))
+    with serving(patch=patch) as daemon, contextlib.ExitStack() as stack:
+        first, *others = (stack.enter_context(Raw(daemon.socket)) for _ in range(3))
+        first.send(asking(slow, common))
+        assert isinstance(first.receive(), protocol.Need)
+        first.pass_files(1, [slow, common])
+        until(log.exists, "the first file is being read")
+        for raw in others:
+            raw.send(asking(slow))
+            assert isinstance(raw.receive(), protocol.Need)
+            raw.pass_files(1, [slow])
+        with daemon.open(common) as reader:
+            assert bytes(reader[2999]) == large[2999]
+            assert all(map(waits, (first, *others)))
+        begin.unlink()
+        for raw in (first, *others):
+            assert isinstance(raw.receive(), protocol.Opened)
+    assert sorted(log.read_text().split()) == ["common.ffr", "slow.ffr"], "each was read once"
+
+
+LEASES = f"""
+import fcntl, os, signal, sys, threading
+sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
+import daemon as support
+os.setgroups([]); os.setgid({ALICE}); os.setuid({ALICE})
+raws, fds = [], []
+for path in sys.argv[2:]:
+    fds.append(os.open(path, os.O_RDONLY))
+    fcntl.fcntl(fds[-1], fcntl.F_SETSIG, signal.SIGURG)
+    fcntl.fcntl(fds[-1], fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    raws.append(support.Raw(sys.argv[1]))
+    raws[-1].send(support.asking(path))
+def send():
+    for raw, fd in zip(raws, fds):
+        raw.receive()
+        raw.pass_files(1, [fd])
+threading.Thread(target=send, daemon=True).start()
+print("ready", flush=True)
+sys.stdin.readline()
+for fd in fds:
+    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+os._exit(0)
+"""
+"""A user whose files do not let themselves be opened."""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, makes mount namespaces")
+def test_a_user_held_up_four_threads_in_each_mount_namespace() -> None:
+    """And everybody can make any number of these."""
+
+    def threads() -> int:
+        return len(os.listdir(f"/proc/{daemon.pid}/task"))
+
+    with serving(options=["--socket-mode", "0666"]) as daemon:
+        folder = daemon.directory / "leases"
+        folder.mkdir()
+        os.chmod(folder, 0o755)
+        before, most = threads(), 0
+        with contextlib.ExitStack() as stack:
+            for k in range(6):
+                paths = [write(folder / f"{k}{i}.ffr", [b"x"]) for i in range(4)]
+                for path in paths:
+                    os.chown(path, ALICE, ALICE)
+                words = [sys.executable, "-c", LEASES, daemon.socket, *paths]
+                client = stack.enter_context(ready(["unshare", "-m", *words]))
+                assert client.stdin is not None
+                stack.callback(client.communicate, "\n")
+            until(lambda: threads() >= before + USER_OPENINGS, "they wait")
+            for _ in range(50):
+                most = max(most, threads() - before)
+                time.sleep(0.02)
+            with daemon.open(write(folder / "other.ffr", [b"y"])) as reader:
+                assert bytes(reader[0]) == b"y", "others are served"
+        assert most <= USER_OPENINGS + 4, "some more close descriptors"
+        until(lambda: threads() <= before + 4, "all have ended")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from daemon import Daemon, Raw, serving, started, until
+from daemon import Daemon, Raw, run_python, serving, started, until
 from origins import HttpOrigin, http_origin
 
 import ffserve
@@ -248,6 +248,34 @@ def test_an_origin_that_stalls_holds_up_nobody_else(origin: HttpOrigin, tmp_path
         )
         for reader in (slow, fine, near):
             reader.close()
+
+
+def test_who_sent_a_remote_file_together_with_one_that_stalls_held_up_its_first_opener(
+    origin: HttpOrigin, tmp_path: Path
+) -> None:
+    common, own, more = (served(origin, tmp_path, [k], f"{k!r}.ffr") for k in (b"1", b"2", b"3"))
+    origin.held.add(own.rpartition("/")[2])
+    got: list[bytes] = []
+
+    def read_all() -> None:
+        with daemon.open([common, own, more]) as reader:
+            got.extend(plain(reader.read(range(3))))
+
+    with serving(**daemon_options(tmp_path)) as daemon:
+        slow = threading.Thread(target=read_all)
+        slow.start()
+        until(lambda: origin.requests["GET"], "they are being opened")
+        program = """
+import sys, ffserve
+with ffserve.open(sys.argv[2:], server=sys.argv[1]) as reader:
+    print(*map(bytes, reader.read([0, 1])))
+"""
+        assert run_python(program, daemon.socket, more, common).stdout == "b'3' b'1'\n"
+        assert not got and slow.is_alive()
+        origin.held.clear()
+        slow.join()
+        assert got == [b"1", b"2", b"3"]
+        assert len(daemon.status()["shards"]) == 3
 
 
 def test_blocks_that_could_not_be_pinned_left_a_request_waiting(

@@ -44,6 +44,8 @@ class HttpOrigin:
     """Bytes a second, of all answers together; 0: as fast as it can."""
     stalled: threading.Event = field(default_factory=threading.Event)
     """While it is set, no answer begins."""
+    held: set[str] = field(default_factory=set)
+    """Names of files whose bodies do not begin."""
     password: str = ""
     """The token that a request must have, if it is not empty."""
     sent: Counter[str] = field(default_factory=Counter)
@@ -105,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
         origin, name = self.origin, unquote(self.path.partition("?")[0]).lstrip("/")
         with origin._lock:
             origin.requests[self.command] += 1
-        while origin.stalled.is_set():
+        while origin.stalled.is_set() or (body and name in origin.held):
             time.sleep(0.01)
         if origin.status or time.monotonic() < origin.fail_until:
             return self._refuse(origin.status or 503)
