@@ -16,14 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Awaitable,
     Callable,
     Generator,
-    Iterator,
     Sequence,
 )
 from typing import Any, Literal, overload
@@ -31,17 +29,17 @@ from typing import Any, Literal, overload
 from ffserve.client.announced import check_count
 from ffserve.client.failover import LoopSelector, OpenRequest, announce
 from ffserve.client.loop import Failed, in_thread, loop_state
-from ffserve.client.source import Batch, Bytes, Int64s, Source, cut
+from ffserve.client.source import Batch, Bytes, Int64s, Target, cut
 from ffserve.dataset import PathLike, ShardInfo, expand_paths
 from ffserve.errors import FFServeError, UsageError
 from ffserve.reader import (
     READ_AHEAD_COUNT,
     READ_AHEAD_SIZE,
-    REQUESTS_AHEAD,
-    SIZES_AT_ONCE,
     BaseReader,
+    ReadAhead,
+    by_number,
     check_options,
-    read_ahead,
+    pieces,
     split,
 )
 
@@ -193,43 +191,34 @@ class Reader(BaseReader):
     ) -> Any:
         """Read in order with read-ahead, as `ffserve.Reader.batches`; an async generator."""
         numbers = self._all_numbers() if indices is None else self._numbers(indices)
-        ahead: deque[tuple[list[Int64s], asyncio.Task[tuple[Batch, Failed]]]] = deque()
+        async with contextlib.aclosing(self._in_order(numbers, count, size)) as answers:
+            async for part, batch, failed in answers:
+                self._raise_first(failed, part)
+                yield batch
+
+    async def _in_order(
+        self, numbers: Int64s, count: int, size: int
+    ) -> AsyncGenerator[tuple[Int64s, Batch, Failed], None]:
+        ahead = ReadAhead(self._start)
         try:
-            async with contextlib.aclosing(self._estimated(numbers)) as estimated:
-                async for some, sizes in estimated:
-                    for parts, whole in read_ahead(cut(some, sizes, count, size)):
-                        ahead.append((parts, asyncio.ensure_future(self._batch(whole))))
-                        if len(ahead) >= REQUESTS_AHEAD:
-                            for batch in self._intact_of(ahead[0][0], *await ahead[0][1]):
-                                yield batch
-                            ahead.popleft()
-            while ahead:
-                for batch in self._intact_of(ahead[0][0], *await ahead[0][1]):
-                    yield batch
-                ahead.popleft()
+            for some, last in pieces(numbers):
+                sizes = (await self._here().current()).estimate(some)
+                for parts, task in ahead.through(cut(some, sizes, count, size), last=last):
+                    target, failed = await task
+                    assert target.buffer is not None
+                    for answer in split(parts, Batch(target.buffer, target.offsets), failed):
+                        yield answer
         finally:
-            for _, task in ahead:
+            for _, task in ahead.begun:
                 task.cancel()
-            await asyncio.gather(*(task for _, task in ahead), return_exceptions=True)
+            await asyncio.gather(*(task for _, task in ahead.begun), return_exceptions=True)
 
-    def _intact_of(self, parts: list[Int64s], batch: Batch, failed: Failed) -> Iterator[Batch]:
-        for part, some, errors in split(parts, batch, failed):
-            self._raise_first(errors, part)
-            yield some
-
-    async def _batch(self, numbers: Int64s) -> tuple[Batch, Failed]:
+    def _start(self, numbers: Int64s) -> asyncio.Task[tuple[Target, Failed]]:
         selector = self._here()
-        target, failed = await selector.retrying(
+        reading = selector.retrying(
             lambda source: selector.state.read(source, numbers, apart=False)
         )
-        assert target.buffer is not None
-        return Batch(target.buffer, target.offsets), failed
-
-    async def _estimated(self, numbers: Int64s) -> AsyncGenerator[tuple[Int64s, Int64s], None]:
-        """Yield some samples after the other with about their sizes."""
-        for start in range(0, len(numbers), SIZES_AT_ONCE):
-            some = numbers[start : start + SIZES_AT_ONCE]
-            yield some, await self._here().retrying(estimating(some))
+        return asyncio.ensure_future(reading)
 
     # ---- the order ------------------------------------------------------------------------
 
@@ -273,14 +262,9 @@ class Reader(BaseReader):
 
     async def _leave_out_damaged(self) -> None:
         bad: dict[int, FFServeError] = {}
-        async for some, sizes in self._estimated(self._all_numbers()):
-            for part, _ in cut(some, sizes, READ_AHEAD_COUNT, READ_AHEAD_SIZE):
-                got = await self.read(part, errors="return")
-                bad |= {
-                    number: sample
-                    for number, sample in zip(part.tolist(), got, strict=True)
-                    if isinstance(sample, FFServeError)
-                }
+        everything = self._in_order(self._all_numbers(), READ_AHEAD_COUNT, READ_AHEAD_SIZE)
+        async for part, _, failed in everything:
+            bad |= by_number(part, failed)
         self._leave_out(bad)
 
     def stats(self) -> dict[str, int | float | str]:
@@ -317,12 +301,3 @@ class Reader(BaseReader):
         self._announced.forget()
         for selector in selectors.values():
             selector.abandon()
-
-
-def estimating(numbers: Int64s) -> Callable[[Source], Awaitable[Int64s]]:
-    """Return a request for estimates, for `LoopSelector.retrying`."""
-
-    async def attempt(source: Source) -> Int64s:
-        return source.estimate(numbers)
-
-    return attempt

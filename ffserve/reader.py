@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Generic, Literal, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -458,33 +458,20 @@ class Reader(BaseReader, Sequence[Bytes]):
     def _in_order(
         self, numbers: Int64s, count: int, size: int
     ) -> Generator[tuple[Int64s, Batch, dict[int, FFServeError]], None, None]:
-        ahead: deque[tuple[list[Int64s], tuple[Int64s, Source, Any]]] = deque()
+        ahead = ReadAhead(self._start)
         try:
-            for parts, whole in read_ahead(self._parts(numbers, count, size)):
-                ahead.append((parts, self._start(whole)))
-                if len(ahead) >= REQUESTS_AHEAD:
-                    yield from self._split(*ahead.popleft())
-            while ahead:
-                yield from self._split(*ahead.popleft())
+            for some, last in pieces(numbers):
+                parts = cut(some, self._estimates_of(some), count, size)
+                for asked, begun in ahead.through(parts, last=last):
+                    for part, batch, errors in split(asked, *self._finish(*begun)):
+                        if self._request.closed:
+                            raise closed_error()
+                        self._used(part)
+                        yield part, batch, errors
         finally:
             # Requests that were not finished have buffers and pins.
-            for _, (_, source, pending) in ahead:
+            for _, (_, source, pending) in ahead.begun:
                 self._discard(source, pending)
-
-    def _split(
-        self, parts: list[Int64s], begun: tuple[Int64s, Source, Any]
-    ) -> Iterator[tuple[Int64s, Batch, dict[int, FFServeError]]]:
-        batch, failed = self._finish(*begun)
-        for part, some, errors in split(parts, batch, failed):
-            if self._request.closed:
-                raise closed_error()
-            self._used(part)
-            yield part, some, errors
-
-    def _parts(self, numbers: Int64s, count: int, size: int) -> Iterator[tuple[Int64s, int]]:
-        for start in range(0, len(numbers), SIZES_AT_ONCE):
-            some = numbers[start : start + SIZES_AT_ONCE]
-            yield from cut(some, self._estimates_of(some), count, size)
 
     def _start(self, numbers: Int64s) -> tuple[Int64s, Source, Any]:
         return self._retrying(lambda source: (numbers, source, source.start(numbers, apart=False)))
@@ -496,17 +483,12 @@ class Reader(BaseReader, Sequence[Bytes]):
             self._discard(source, pending)
             raise closed_error()
         try:
-            if not self._selector.has(source):
-                raise ServerUnavailable("the daemon went away meanwhile")
-            failed = source.finish(pending)
-        except ServerUnavailable as error:
-            if not isinstance(source, LocalSource):
-                self._selector.replace(source, error)
-            _, source, pending = self._start(numbers)
-            return self._finish(numbers, source, pending)
-        except ArenaError:
-            return self._retrying(lambda source: self._batch(source, numbers))
-        return Batch(pending.target.buffer, pending.target.offsets), failed
+            if self._selector.selection.has(source):
+                failed = source.finish(pending)
+                return Batch(pending.target.buffer, pending.target.offsets), failed
+        except (ServerUnavailable, ArenaError):
+            pass
+        return self._retrying(lambda source: self._batch(source, numbers))
 
     @staticmethod
     def _batch(source: Source, numbers: Int64s) -> tuple[Batch, dict[int, FFServeError]]:
@@ -515,7 +497,7 @@ class Reader(BaseReader, Sequence[Bytes]):
         return Batch(pending.target.buffer, pending.target.offsets), failed
 
     def _discard(self, source: Source, pending: Any) -> None:
-        if self._selector.has(source):
+        if self._selector.selection.has(source):
             with contextlib.suppress(FFServeError):
                 source.finish(pending)
 
@@ -578,7 +560,8 @@ class Reader(BaseReader, Sequence[Bytes]):
     def _report(self, epoch: int, position: int) -> None:
         source = self._selector.selection.source
         known = source is not None and source.reached(epoch, position)
-        if self._announced.any and (not known or self._selector.away):
+        away = self._selector.selection.away_since is not None
+        if self._announced.any and (not known or away):
             self._selector.look_for_daemon(source)
 
     def _used(self, numbers: Int64s) -> None:
@@ -623,8 +606,10 @@ class Reader(BaseReader, Sequence[Bytes]):
 
     def _leave_out_damaged(self) -> None:
         bad: dict[int, FFServeError] = {}
-        for first, _, failed in self.scan():
-            bad.update((first + k, error) for k, error in failed.items())
+        for part, _, failed in self._in_order(
+            self._all_numbers(), READ_AHEAD_COUNT, READ_AHEAD_SIZE
+        ):
+            bad |= by_number(part, failed)
         self._leave_out(bad)
 
     def stats(self) -> dict[str, int | float | str]:
@@ -798,6 +783,37 @@ class StreamReader(Reader):
 
 
 # ---- reading in order ----------------------------------------------------------------------------
+
+
+class ReadAhead(Generic[T]):
+    """Requests that are on their way. Args: start: begins one. begun: those not finished."""
+
+    def __init__(self, start: Callable[[Int64s], T]) -> None:
+        self._start = start
+        self.begun: deque[tuple[list[Int64s], T]] = deque()
+
+    def through(
+        self, parts: Iterable[tuple[Int64s, int]], *, last: bool
+    ) -> Iterator[tuple[list[Int64s], T]]:
+        """Begin the requests for some more batches; yield those that are due to be finished, with
+        their batches. Args: parts: see `cut`. last: no more batches follow."""
+        for some, whole in read_ahead(parts):
+            self.begun.append((some, self._start(whole)))
+            if len(self.begun) >= REQUESTS_AHEAD:
+                yield self.begun.popleft()
+        while last and self.begun:
+            yield self.begun.popleft()
+
+
+def pieces(numbers: Int64s) -> Iterator[tuple[Int64s, bool]]:
+    """Yield the samples whose lengths are looked up together, and whether they are the last."""
+    for end in range(SIZES_AT_ONCE, len(numbers) + SIZES_AT_ONCE, SIZES_AT_ONCE):
+        yield numbers[end - SIZES_AT_ONCE : end], end >= len(numbers)
+
+
+def by_number(part: Int64s, failed: dict[int, FFServeError]) -> dict[int, FFServeError]:
+    """Return errors by number instead of by position in a batch."""
+    return {int(part[k]): error for k, error in failed.items()}
 
 
 def read_ahead(parts: Iterable[tuple[Int64s, int]]) -> Iterator[tuple[list[Int64s], Int64s]]:

@@ -27,6 +27,8 @@ import uuid
 import weakref
 from typing import Any, TypeVar
 
+import numpy as np
+
 from ffserve import protocol
 from ffserve.client.channel import Beside, Copying, DatasetRequest, Int64s, SilentError, Steps
 from ffserve.client.descriptors import OpenFiles, send
@@ -129,19 +131,20 @@ class Connection(Driver):
             while True:
                 if type(step) is int:
                     step = steps.send(self.wait(step))
-                elif type(step) is float:
-                    time.sleep(step)
-                    step = next(steps)
+                elif step is None or type(step) is np.ndarray:
+                    assert request is not None
+                    step = steps.send(request.copy(step))
                 elif type(step) is Beside:
                     step = steps.send(step.make())
                 else:
-                    assert request is not None
-                    step = steps.send(request.copy(step))  # type: ignore[arg-type]
+                    time.sleep(step)  # type: ignore[arg-type]
+                    step = next(steps)
         except StopIteration as end:
             result: T = end.value
             return result
-        finally:
+        except BaseException:
             steps.close()
+            raise
 
     def close_dataset(self, dataset: int) -> None:
         """A data set is not needed any more."""

@@ -16,9 +16,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeGuard, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from ffserve import protocol
 from ffserve.client import connection as connections
@@ -84,7 +84,22 @@ class Announce:
     order: Order
 
 
-Step: TypeAlias = OpenSource | StartDaemon | Announce | float
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A step: take `SourceSelection.returning`; with threads, in another one."""
+
+    instead_of: Source | None
+
+
+@dataclass(slots=True)
+class Alone:
+    """A step: take these while no other thread or task takes such steps. It does not hold `close`
+    up."""
+
+    steps: SelectionSteps[Any]
+
+
+Step: TypeAlias = OpenSource | StartDaemon | Announce | Look | Alone | float
 """A float is a step as well: wait so many seconds."""
 SelectionSteps: TypeAlias = Generator[Step, Any, T]
 
@@ -189,10 +204,113 @@ class SourceSelection:
         self._announced = announced
         self._swapping = threading.Lock()
         """Held while `source` and `request.closed` change together."""
+        self._former: Source | None = None
+        """A source in the job that this process inherited: what was begun there may end there."""
+        self._searches = 0
+        self._failure: FFServeError | None = None
+        """Of the last search for a source."""
 
-    def opening(self, patience_s: float) -> SelectionSteps[None]:
-        """Have a first source; a required daemon that is away is waited for."""
-        yield from self.taking((yield from self._first(patience_s)))
+    # ---- what a reader asks for -----------------------------------------------------------
+
+    def opening(self) -> SelectionSteps[None]:
+        """Have a first source. Raises: what opening the files does."""
+        return self._for_all(self._open(0.0))
+
+    def finding(self, source: Source | None) -> SelectionSteps[Source]:
+        """Return the source, opening one in a process or a loop that has none yet.
+
+        Args: source: the present one, if a look for the daemon is `due`.
+        """
+        if source is not None:
+            yield Look(source)
+        if self.source is None:
+            # A copy in a worker: the daemon of the original may be starting anew just now.
+            yield from self._for_all(self._open(RECONNECT_S["require"]))
+        source = self.source
+        if source is None:  # another thread has closed the reader
+            raise closed_error()
+        return source
+
+    def after(self, source: Source, error: FFServeError) -> SelectionSteps[LocalSource | None]:
+        """Go on after a request has failed: the daemon is gone, or its arena has no memory for a
+        sample. Returns the source for this request alone; None: the present one.
+
+        Raises: the error, if it is final.
+        """
+        try:
+            if isinstance(error, ArenaError):
+                if isinstance(source, DaemonSource) and source.replaceable:
+                    spare: LocalSource | None = yield Alone(self.sparing(source, error))
+                    return spare
+                raise error
+            if not isinstance(source, LocalSource):
+                yield from self._for_all(self.replacing(source, error))
+            elif source is self.source:
+                raise error
+            return None
+        finally:
+            del error  # with its traceback it would keep the request's buffers
+
+    def returning(self, instead_of: Source | None) -> SelectionSteps[None]:
+        """Look for the daemon that went away, and return to it if it is back."""
+        with contextlib.suppress(FFServeError):
+            source: Source = yield OpenSource.REMOTE
+            try:
+                yield Alone(self._moving(source, instead_of))
+            finally:
+                if self.source is not source:
+                    source.close()
+
+    def _moving(self, source: Source, instead_of: Source | None) -> SelectionSteps[None]:
+        """Have a source of the daemon that went away, unless there is another one by now."""
+        if self.source is instead_of:
+            yield from self.taking(source)
+            self.away_since = None
+            self.request.unserved = ""
+            if instead_of is not None:
+                self._retire(instead_of)
+
+    def leading(self, job: str) -> SelectionSteps[None]:
+        """Have a source in this job; the present one may be in an inherited one."""
+        yield Alone(self._leading(job))
+
+    def _leading(self, job: str) -> SelectionSteps[None]:
+        source = self.source
+        if isinstance(source, DaemonSource) and source.job != job:
+            self._former = source
+            try:
+                yield from self.taking((yield OpenSource.REMOTE))
+            except NOT_SERVED:
+                self._former = None
+            else:
+                self.request.add_totals(source)
+
+    def has(self, source: Source) -> bool:
+        """Whether a request that was started at a source can be finished there."""
+        return source in (self.source, self._former) or isinstance(source, LocalSource)
+
+    # ---- the steps to a source ------------------------------------------------------------
+
+    def _for_all(self, steps: SelectionSteps[None]) -> SelectionSteps[None]:
+        """Look for a source for all threads or tasks; those that waited while that failed get its
+        error."""
+        yield Alone(self._search(steps, self._searches))
+
+    def _search(self, steps: SelectionSteps[None], asked: int) -> SelectionSteps[None]:
+        if self._failure is not None and asked < self._searches:
+            raise self._failure.located()
+        self._searches += 1
+        self._failure = None
+        try:
+            yield from steps
+        except FFServeError as error:
+            self._failure = error.located()
+            raise
+
+    def _open(self, patience_s: float) -> SelectionSteps[None]:
+        """Have a source, unless there is one now; a required daemon that is away is waited for."""
+        if self.source is None:
+            yield from self.taking((yield from self._first(patience_s)))
 
     def replacing(self, lost: Source, error: FFServeError) -> SelectionSteps[None]:
         """The daemon is gone: wait for the next one, or read without it.
@@ -206,23 +324,6 @@ class SourceSelection:
                 yield from self.taking((yield from self._instead_of_stopped(error)))
             else:
                 yield from self.taking((yield from self._after_loss()))
-
-    def returning(self) -> SelectionSteps[None]:
-        """Look for the daemon that went away, and return to it if it is back."""
-        try:
-            source = yield OpenSource.REMOTE
-        except NOT_SERVED:
-            return
-        yield from self.moving(source)
-
-    def moving(self, source: Source) -> SelectionSteps[None]:
-        """Have this source, of the daemon that went away, instead of the present one."""
-        old = self.source
-        yield from self.taking(source)
-        self.away_since = None
-        self.request.unserved = ""
-        if old is not None:
-            self._retire(old)
 
     def taking(self, source: Source) -> SelectionSteps[None]:
         """Have a source that was opened just now. Raises, and closes it, if its content is not
@@ -275,19 +376,19 @@ class SourceSelection:
         """Refuse all use from now on; return the sources, which the caller closes."""
         with self._swapping:
             self.request.closed = True
-            sources = [source for source in (self.source, self.spare) if source is not None]
-            self.source = self.spare = None
-            return sources
+            sources = self.source, self.spare, self._former
+            self.source = self.spare = self._former = None
+            return [source for source in sources if source is not None]
 
     def after_fork(self) -> None:
         """This process is a child: have another source at the next use."""
         self._swapping = threading.Lock()
-        if self.source is not None:
-            self.source.after_fork()
+        for source in (self.source, self.spare, self._former):
+            if source is not None:
+                source.after_fork()
         if not isinstance(self.source, LocalSource):
             self.source = None
-        if self.spare is not None:
-            self.spare.after_fork()
+        self._former = None
 
     def due(self) -> bool:
         """Whether the daemon that went away is to be looked for; then not soon again."""
@@ -450,14 +551,10 @@ def _can_be_started(error: FFServeError) -> bool:
     return _is_away(error) and not stopped
 
 
-def replaceable(source: Source) -> TypeGuard[DaemonSource]:
-    """Return whether the reader may read without this source what the arena cannot hold."""
-    return isinstance(source, DaemonSource) and source.replaceable
-
-
 def source_over(connection: Driver, opened: protocol.Opened, request: OpenRequest) -> DaemonSource:
     """Return the source of a data set that was opened. Raises, and closes the data set:
     ProtocolError, UnmappedError."""
+    request.served_by = connection.path
     try:
         source = DaemonSource(connection, opened, request.paths)
         source.replaceable = request.optional
@@ -477,11 +574,8 @@ class SourceSelector:
     def __init__(self, request: OpenRequest, announced: AnnouncedOrders) -> None:
         self.selection = SourceSelection(request, announced)
         self._request = request
-        self._searching = threading.Lock()
-        """Held by the thread that looks for a source, not by `close`."""
+        self._alone = threading.Lock()
         self._closing = threading.Event()
-        self._former: Source | None = None
-        """A source in the job that this process inherited: what was begun there may end there."""
         self._looking: threading.Thread | None = None
         self._looked = 0.0
 
@@ -489,11 +583,6 @@ class SourceSelector:
     def source(self) -> Source | None:
         """The present source, if there is one."""
         return self.selection.source
-
-    @property
-    def away(self) -> bool:
-        """Whether the reader reads without the daemon that it had."""
-        return self.selection.away_since is not None
 
     # ---- steps ----------------------------------------------------------------------------
 
@@ -513,9 +602,12 @@ class SourceSelector:
         finally:
             steps.close()
 
-    def _take(self, step: Step) -> Source | None:
+    def _take(self, step: Step) -> Any:
         if self._request.closed:
             raise closed_error()
+        if isinstance(step, Alone):
+            with self._alone:
+                return self._run(step.steps)
         if step is OpenSource.REMOTE:
             return self._open_remote()
         if step is OpenSource.LOCAL:
@@ -535,22 +627,19 @@ class SourceSelector:
             request.share = local.share
             return local
         if isinstance(step, StartDaemon):
-            start_daemon(self._request.socket)
-            return None
+            return start_daemon(self._request.socket)
         if isinstance(step, Announce):
-            step.source.announce(*step.order)
-            return None
+            return step.source.announce(*step.order)
+        if isinstance(step, Look):
+            return self.look_for_daemon(step.instead_of)
         assert isinstance(step, float)
-        self._closing.wait(step)
-        return None
+        return self._closing.wait(step)
 
     def _open_remote(self) -> Source:
         request = self._request
         connection = connections.connect(request.socket)
         try:
-            opened = connection.open(request)
-            request.served_by = connection.path
-            return source_over(connection, opened, request)
+            return source_over(connection, connection.open(request), request)
         except BaseException:
             connection.leave()
             raise
@@ -559,60 +648,28 @@ class SourceSelector:
 
     def open(self) -> None:
         """Have a source. Raises what opening the files does."""
-        with self._searching:
-            if self._request.remote:
-                self._request.identify()
-            self._run(self.selection.opening(0.0))
+        if self._request.remote:
+            self._request.identify()
+        self._run(self.selection.opening())
 
     def current(self) -> Source:
         """Return the source, opening it in a process that has none yet."""
-        selection = self.selection
-        source = selection.source
-        if source is not None:
-            if selection.due():
-                self.look_for_daemon(source)
-            return source
-        with self._searching:
-            if self._request.closed:
-                raise closed_error()
-            if selection.source is None:
-                # A copy in a worker: the daemon of the original may be starting anew just now.
-                self._run(selection.opening(RECONNECT_S["require"]))
-            assert selection.source is not None
-            return selection.source
+        source = self.selection.source
+        if source is None or self.selection.due():
+            source = self._run(self.selection.finding(source))
+        return source
 
     def retrying(self, attempt: Callable[[Source], T]) -> T:
-        """Run a request; if the daemon goes away meanwhile, or its arena has no memory for a
-        sample, run it again as a whole."""
+        """Make a request; if the daemon goes away meanwhile, or its arena has no memory for a
+        sample, make it again as a whole."""
         while True:
             source = self.current()
             try:
                 return attempt(source)
-            except ServerUnavailable as error:
-                if isinstance(source, LocalSource):
-                    if source is self.source:
-                        raise
-                    continue
-                self.replace(source, error)
-                continue
-            except ArenaError as error:
-                if not replaceable(source):
-                    raise
-                with self._searching:
-                    spare = self._run(self.selection.sparing(source, error))
+            except (ServerUnavailable, ArenaError) as error:
+                spare = self._run(self.selection.after(source, error))
             if spare is not None:
                 return attempt(spare)
-
-    def replace(self, lost: Source, error: FFServeError) -> None:
-        """The daemon is gone: have another source."""
-        with self._searching:
-            if self._request.closed:
-                raise closed_error() from error
-            self._run(self.selection.replacing(lost, error))
-
-    def has(self, source: Source) -> bool:
-        """Whether a request that was started at a source can be finished there."""
-        return source in (self.source, self._former) or isinstance(source, LocalSource)
 
     def look_for_daemon(self, instead_of: Source | None) -> None:
         """Look for the daemon in a thread, and announce to it what was announced: a training loop
@@ -621,56 +678,33 @@ class SourceSelector:
         if now - self._looked < LOOK_INTERVAL_S or (self._looking and self._looking.is_alive()):
             return
         self._looked = now
+        steps = self.selection.returning(instead_of)
         self._looking = threading.Thread(
-            target=self._return_to_daemon, args=(instead_of,), name="ffserve-look", daemon=True
+            target=self._run, args=(steps,), name="ffserve-look", daemon=True
         )
         self._looking.start()
-
-    def _return_to_daemon(self, instead_of: Source | None) -> None:
-        with contextlib.suppress(FFServeError):
-            source = self._open_remote()
-            with self._searching:
-                if self._request.closed or self.source is not instead_of:
-                    source.close()
-                    return
-                self._run(self.selection.moving(source))
 
     def lead(self) -> None:
         """Leave an inherited job, so that what siblings announce does not replace what this
         process announces."""
         connections.lead_job()
-        with self._searching:
-            source = self.source
-            if not isinstance(source, DaemonSource) or source.job == connections.job_name():
-                return
-            self._former = source
-            try:
-                self._run(self.selection.taking(self._open_remote()))
-            except NOT_SERVED:
-                self._former = None
-            else:
-                self._request.add_totals(source)
+        self._run(self.selection.leading(connections.job_name()))
 
     # ---- life -----------------------------------------------------------------------------
 
     def close(self) -> None:
         """Give everything back; idempotent. It does not wait: a thread that looks for a source
         finds the reader closed."""
-        sources = *self.selection.close(), self._former
+        sources = self.selection.close()
         self._closing.set()
-        self._former = None
         for source in sources:
-            if source is not None:
-                source.close()
+            source.close()
 
     def after_fork(self) -> None:
         """This process is a child: have another source at the next use."""
-        self._searching = threading.Lock()
+        self._alone = threading.Lock()
         self._closing = threading.Event()
         self._looking = None
-        if self._former is not None:
-            self._former.after_fork()
-        self._former = None
         self.selection.after_fork()
 
 
@@ -684,10 +718,7 @@ class LoopSelector:
         self.state = state
         self.selection = SourceSelection(request, announced)
         self._request = request
-        self._lock = asyncio.Lock()
-        self._searches = 0
-        self._failure: FFServeError | None = None
-        """Of the last search for a source."""
+        self._alone = asyncio.Lock()
 
     @property
     def source(self) -> Source | None:
@@ -712,31 +743,31 @@ class LoopSelector:
         finally:
             steps.close()
 
-    async def _take(self, step: Step) -> Source | None:
+    async def _take(self, step: Step) -> Any:
         if self._request.closed:
             raise closed_error()
+        if isinstance(step, Alone):
+            async with self._alone:
+                return await self._run(step.steps)
         if step is OpenSource.REMOTE:
             return await self._open_remote()
         if step is OpenSource.LOCAL:
             return await self._open_local()
         if isinstance(step, StartDaemon):
             path = self._request.socket
-            await in_thread(lambda: start_daemon(path))
-            return None
+            return await in_thread(lambda: start_daemon(path))
         if isinstance(step, Announce):
-            await announce(step.source, step.order)
-            return None
+            return await announce(step.source, step.order)
+        if isinstance(step, Look):
+            return await self._run(self.selection.returning(step.instead_of))
         assert isinstance(step, float)
-        await asyncio.sleep(step)
-        return None
+        return await asyncio.sleep(step)
 
     async def _open_remote(self) -> Source:
         request = self._request
         connection = await self.state.connect(request.socket)
         try:
-            opened = await connection.open(request)
-            request.served_by = connection.path
-            return source_over(connection, opened, request)
+            return source_over(connection, await connection.open(request), request)
         except BaseException:
             connection.leave()
             raise
@@ -769,61 +800,28 @@ class LoopSelector:
         """Have a source. Raises what opening the files does."""
         if self._request.remote:
             await in_thread(self._request.identify)
-        await self._run(self.selection.opening(0.0))
+        await self._run(self.selection.opening())
 
     async def current(self) -> Source:
         """Return the source, opening it in a loop that has none yet."""
-        selection = self.selection
-        source = selection.source
-        if source is not None:
-            if not selection.due():
-                return source
-            async with self._lock:
-                await self._run(selection.returning())
-        async with self._alone():
-            if selection.source is None:
-                await self._run(selection.opening(RECONNECT_S["require"]))
-            assert selection.source is not None
-            return selection.source
+        source = self.selection.source
+        if source is None or self.selection.due():
+            source = await self._run(self.selection.finding(source))
+        return source
 
     async def retrying(self, attempt: Callable[[Source], Awaitable[T]]) -> T:
-        """Make a request; if the daemon goes away meanwhile, make it again as a whole."""
+        """Make a request; if the daemon goes away meanwhile, or its arena has no memory for a
+        sample, make it again as a whole."""
         while True:
             source = await self.current()
             try:
                 return await attempt(source)
-            except ServerUnavailable as error:
-                if isinstance(source, LocalSource):
-                    if source is self.source:
-                        raise
-                    continue
-                async with self._alone():
-                    await self._run(self.selection.replacing(source, error))
-                continue
-            except ArenaError as error:
-                if not replaceable(source):
-                    raise
-                async with self._lock:
-                    spare = await self._run(self.selection.sparing(source, error))
+            except (ServerUnavailable, ArenaError) as error:
+                spare = await self._run(self.selection.after(source, error))
             if spare is not None:
                 return await attempt(spare)
 
-    @contextlib.asynccontextmanager
-    async def _alone(self) -> AsyncIterator[None]:
-        """Look for a source for all tasks; those that waited while that failed get its error."""
-        asked = self._searches
-        async with self._lock:
-            if self._request.closed:
-                raise closed_error()
-            if self._failure is not None and asked < self._searches:
-                raise self._failure.located()
-            self._searches += 1
-            self._failure = None
-            try:
-                yield
-            except FFServeError as error:
-                self._failure = error
-                raise
+    # ---- life -----------------------------------------------------------------------------
 
     def close(self) -> list[Source]:
         """Have no sources any more; return them, to be closed in the thread of this loop."""

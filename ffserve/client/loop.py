@@ -16,6 +16,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
+
 from ffserve import protocol
 from ffserve.client import connection as blocking
 from ffserve.client.channel import Beside, Copying, DatasetRequest, Int64s, Steps
@@ -86,14 +88,14 @@ class LoopConnection(Driver):
             while True:
                 if type(step) is int:
                     step = steps.send(await self._wait(step))
-                elif type(step) is float:
-                    await asyncio.sleep(step)
-                    step = next(steps)
+                elif step is None or type(step) is np.ndarray:
+                    assert request is not None
+                    step = steps.send(await self._copy(request, step))
                 elif type(step) is Beside:
                     step = steps.send(await in_thread(step.make, step.drop))
                 else:
-                    assert request is not None
-                    step = steps.send(await self._copy(request, step))  # type: ignore[arg-type]
+                    await asyncio.sleep(step)  # type: ignore[arg-type]
+                    step = next(steps)
         except StopIteration as end:
             result: T = end.value
             return result

@@ -172,7 +172,7 @@ def test_an_answer_that_never_comes_is_given_up(path: str, monkeypatch: pytest.M
 
     monkeypatch.setattr(channel, "ANSWER_TIMEOUT_S", 1.0)
     monkeypatch.setitem(failover.RECONNECT_S, "require", 0.1)
-    monkeypatch.setattr(failover.SourceSelector, "replace", _raise)
+    monkeypatch.setattr(failover.SourceSelection, "replacing", _raise)
     with (
         serving(
             patch=SLOW_DISK.replace("4.5", "1e6"),
@@ -185,5 +185,6 @@ def test_an_answer_that_never_comes_is_given_up(path: str, monkeypatch: pytest.M
         reader.read([7])
 
 
-def _raise(_selector: Any, _lost: Any, error: Exception) -> None:
+def _raise(_selection: Any, _lost: Any, error: Exception) -> Iterator[None]:
     raise error
+    yield
