@@ -225,7 +225,7 @@ class FileState:
         """
         if not isinstance(error, FormatError):
             return None
-        with contextlib.suppress(OSError):  # of a file system that is gone
+        with contextlib.suppress(OSError, MemoryError):  # of a file system that is gone
             if FileState.of(fd) != self:
                 return "changed"
             # A record in a chunk has its checksum compared after its place in the tables.

@@ -97,7 +97,9 @@ class Explainer:
             return
         assert self._loop is not None
         answer = _Answer(failed, files, time.monotonic() + EXPLAIN_S, send)
-        if not self._threads.call(user, partial(_look, answer), partial(self._end, answer)):
+        # Not the object: when all of its sessions have ended, the user gets another.
+        who = user.uid, user.trusted
+        if not self._threads.call(who, partial(_look, answer), partial(self._end, answer)):
             closer_of(user).close_fds(list(files.values()))
             send()
             return

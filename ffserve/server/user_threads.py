@@ -10,9 +10,9 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ class _Thread:
     """The thread of a user. calls: to be made, None: it ends. count: those that have not ended."""
 
     thread: threading.Thread
-    calls: SimpleQueue[Callable[[], object] | None] = field(default_factory=SimpleQueue)
+    calls: SimpleQueue[Callable[[], object] | None]
     count: int = 0
 
 
@@ -99,7 +99,7 @@ class UserThreads:
         """End the threads, without the calls that have not begun. Args: wait: for the others."""
         for each in self._threads.values():
             while not each.calls.empty():
-                with contextlib.suppress(Exception):  # Empty: the thread was quicker
+                with contextlib.suppress(Empty):  # the thread was quicker
                     each.calls.get_nowait()
             each.calls.put(None)
         for each in self._threads.values():

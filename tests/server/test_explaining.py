@@ -115,6 +115,21 @@ def test_a_session_may_end_while_its_samples_are_explained(tmp_path: Path) -> No
         others_are_served(daemon, write(tmp_path / "third.ffr", TRUTH))
 
 
+def test_a_user_who_comes_again_and_again_has_one_thread_that_hangs(tmp_path: Path) -> None:
+    with serving() as daemon, hanging(tmp_path) as (path, begin):
+        counts, sockets = list[int](), daemon.socket_count()
+        for _ in range(3):
+            with Raw(daemon.socket) as raw:
+                dataset = raw.open(path).dataset
+                begin.touch()
+                raw.send(get(2, dataset, [DAMAGED]))
+                assert isinstance(error_of(raw.receive()), ChecksumError)
+                begin.unlink()
+            until(lambda: daemon.socket_count() == sockets, "its session has ended")
+            counts.append(len(os.listdir(f"/proc/{daemon.pid}/task")))
+        assert max(counts) == counts[0], counts
+
+
 def test_a_damaged_sample_of_a_file_that_changed_is_explained(tmp_path: Path) -> None:
     path = write(tmp_path / "a.ffr", TRUTH)
     with serving() as daemon, daemon.open(path) as reader:
