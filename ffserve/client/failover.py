@@ -25,7 +25,6 @@ from ffserve.client import connection as connections
 from ffserve.client.announced import AnnouncedOrders, Order
 from ffserve.client.autostart import start_daemon, start_wanted
 from ffserve.client.channel import SilentError
-from ffserve.client.driver import Driver
 from ffserve.client.local import LocalSource
 from ffserve.client.loop import LARGE_COPY_SIZE, LoopConnection, LoopState, in_thread
 from ffserve.client.memory import UnmappedError
@@ -551,7 +550,9 @@ def _can_be_started(error: FFServeError) -> bool:
     return _is_away(error) and not stopped
 
 
-def source_over(connection: Driver, opened: protocol.Opened, request: OpenRequest) -> DaemonSource:
+def source_over(
+    connection: connections.Driver, opened: protocol.Opened, request: OpenRequest
+) -> DaemonSource:
     """Return the source of a data set that was opened. Raises, and closes the data set:
     ProtocolError, UnmappedError."""
     request.served_by = connection.path

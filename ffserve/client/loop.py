@@ -22,7 +22,6 @@ from ffserve import protocol
 from ffserve.client import connection as blocking
 from ffserve.client.channel import Beside, Copying, DatasetRequest, Int64s, Steps
 from ffserve.client.descriptors import send
-from ffserve.client.driver import Driver
 from ffserve.client.local import ChunkedRequest, LocalRequest, LocalSource
 from ffserve.client.ranged import RangedSource
 from ffserve.client.shared_memory import DaemonSource
@@ -41,12 +40,12 @@ docs/decisions/README.md), as long as the way to a thread and back."""
 _THREADS = 4
 
 
-class LoopConnection(Driver):
+class LoopConnection(blocking.Driver):
     """A connection that belongs to one event loop.
 
     Made in any thread, since the handshake blocks; used in the loop's from `attach` on.
 
-    Args, Raises: as of `Driver`.
+    Args, Raises: as of `connection.Driver`.
     """
 
     def __init__(self, path: str, job: str) -> None:

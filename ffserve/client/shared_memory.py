@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from ffserve import protocol
 from ffserve.client.channel import Steps
-from ffserve.client.connection import Connection
-from ffserve.client.driver import Driver
+from ffserve.client.connection import Connection, Driver
 from ffserve.client.memory import address, span
 from ffserve.client.source import (
     Batch,

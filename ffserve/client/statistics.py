@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import protocol
-from ffserve.client.driver import Driver
+from ffserve.client.connection import Driver
 
 Int64s = NDArray[np.int64]
 UInt64s = NDArray[np.uint64]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 import time
@@ -105,6 +106,28 @@ def test_close_waited_for_a_thread_that_looked_for_the_daemon(
         assert not reading.is_alive()
         assert isinstance(reading.error, UsageError) and "closed" in str(reading.error)
         daemon.start()
+
+
+def test_threads_looked_for_a_lost_daemon_one_after_another(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them for as long as is allowed, while the others waited for it."""
+    monkeypatch.setitem(RECONNECT_S, "require", 1.0)
+    with serving() as daemon, daemon.open(path) as reader, socket.socket(socket.AF_UNIX) as dying:
+        daemon.end()
+        dying.bind(daemon.socket)
+        dying.listen(100)
+        threads = [Reading(reader) for _ in range(6)]
+        attempts = 0
+        dying.settimeout(0.1)
+        while any(thread.is_alive() for thread in threads):
+            with contextlib.suppress(TimeoutError):
+                dying.accept()[0].close()
+                attempts += 1
+        assert all(isinstance(thread.error, ServerUnavailable) for thread in threads)
+        dying.close()
+        daemon.start()
+    assert attempts < 30, "there are at most ten in a search"
 
 
 def test_close_by_another_thread_ended_a_read_with_a_bare_error(path: str) -> None:
