@@ -31,6 +31,7 @@ import time
 import uuid
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -95,11 +96,17 @@ class Driver(ABC):
         self.handshake.check_memory()
         paths, fetches = request.paths, self.handshake.fetches
         files = yield Beside(partial(described, paths, request.identities, fetches, self.path))
-        tag = self.channel.open(request, files)
+
+        def needed(packed: bytes) -> OpenFiles:
+            return OpenFiles.of(paths, protocol.unpack_positions(packed, len(paths)))
+
+        return (yield from self._opened(self.channel.open(request, files), needed))
+
+    def _opened(self, tag: int, files: Callable[[bytes], OpenFiles]) -> Steps[protocol.Opened]:
+        """Pass the files that are needed until the answer comes."""
         while isinstance(answer := (yield from self._answer(tag)), protocol.Need):
             try:
-                positions = protocol.unpack_positions(answer.positions, len(paths))
-                passed = yield Beside(partial(OpenFiles.of, paths, positions), OpenFiles.close)
+                passed = yield Beside(partial(files, answer.positions), OpenFiles.close)
             except BaseException:
                 self.channel.pass_no_files(tag)
                 self.report()
@@ -231,13 +238,7 @@ class Connection(Driver):
         Raises: as `open`.
         """
         tag = self.channel.prepare(dataset, key, name)
-        while isinstance(answer := self.wait(tag), protocol.Need):
-            files = OpenFiles()
-            files.fds.append(os.dup(memory))
-            files.kinds.append(protocol.RECORD_FILE)
-            self.channel.pass_files(tag, files)
-        opened: protocol.Opened = answer
-        return opened
+        return self.run(self._opened(tag, lambda _needed: OpenFiles.memory(memory)))
 
     def announce(
         self, dataset: int, epoch: int, order: Int64s, name: str | None, replacement: bool

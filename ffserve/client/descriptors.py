@@ -122,6 +122,14 @@ class OpenFiles:
             raise
         return files
 
+    @classmethod
+    def memory(cls, fd: int) -> OpenFiles:
+        """Return a memory file alone. Args: fd: of it, which stays the caller's."""
+        files = cls()
+        files.fds.append(os.dup(fd))
+        files.kinds.append(protocol.RECORD_FILE)
+        return files
+
     def _add(self, paths: list[str]) -> bool:
         """Open files, and their index files; return whether there were descriptors for all."""
         opened, failed = open_paths(paths, REGULAR_FLAGS)
