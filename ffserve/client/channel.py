@@ -26,11 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import protocol
-from ffserve.client.descriptors import Files, OpenFiles
+from ffserve.client.descriptors import DatasetRequest, Files, OpenFiles
 from ffserve.client.memory import Memories
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
-from ffserve.store.origin import Identity
 
 T = TypeVar("T")
 Int64s = NDArray[np.int64]
@@ -85,16 +84,6 @@ class ChannelRequest(Protocol):
     def give_up(self) -> None:
         """The request is not run any further."""
         ...
-
-
-class DatasetRequest(Protocol):
-    """The data set that an OPEN asks for; see `failover.OpenRequest`."""
-
-    paths: tuple[str, ...]
-    format: str | None
-    verify: bool
-    tolerant: bool
-    identities: tuple[Identity, ...]
 
 
 class PayloadSink(Protocol):

@@ -29,8 +29,8 @@ from typing import Any
 
 from ffserve import protocol
 from ffserve.client import handshake
-from ffserve.client.channel import ChannelRequest, DatasetRequest, Int64s, SilentError
-from ffserve.client.descriptors import OpenFiles, described, send
+from ffserve.client.channel import ChannelRequest, Int64s, SilentError
+from ffserve.client.descriptors import DatasetRequest, OpenFiles, described, send
 from ffserve.client.memory import receive
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.socket_path import find_socket
@@ -99,7 +99,7 @@ class Connection:
             ReadError: this process cannot open a file.
         """
         paths = request.paths
-        files = described(paths, request.identities, self.handshake.fetches, self.path)
+        files = described(request, self.handshake.fetches, self.path)
         tag = self.channel.open(request, files)
         while isinstance(answer := self.wait(tag), protocol.Need):
             try:
@@ -111,6 +111,7 @@ class Connection:
                 raise
             self.channel.pass_files(tag, passed)
         opened: protocol.Opened = answer
+        request.states = files.identities
         return opened
 
     def prepare(self, dataset: int, key: bytes, name: str, memory: int) -> protocol.Opened:

@@ -25,6 +25,7 @@ from ffserve.client import connection as connections
 from ffserve.client.announced import AnnouncedOrders, Order
 from ffserve.client.autostart import start_daemon, start_wanted
 from ffserve.client.channel import SilentError
+from ffserve.client.descriptors import changed_file
 from ffserve.client.handshake import Driver
 from ffserve.client.inline import InlineSource
 from ffserve.client.local import LocalSource
@@ -32,12 +33,12 @@ from ffserve.client.loop import LARGE_COPY_SIZE, LoopConnection, LoopState, in_t
 from ffserve.client.remote import RemoteSource, identified
 from ffserve.client.shared_memory import DaemonSource, SharedMemorySource
 from ffserve.client.source import Source
-from ffserve.dataset import check_same_content
 from ffserve.engine.io import probe
 from ffserve.errors import (
     AccessDenied,
     ArenaError,
     FFServeError,
+    FormatError,
     MissingFile,
     ProtocolError,
     ReadError,
@@ -100,7 +101,8 @@ class OpenRequest:
     unserved: why a daemon that is running does not serve the files, or some samples. share: of the
     data that a local source reads through the page cache, the same in all processes that got the
     reader; None: not chosen yet. identities: the versions of remote files that were opened, the
-    same in all these processes as well.
+    same in all these processes as well. states: the states of files that the daemon has opened, as
+    OPEN has them, likewise.
     """
 
     paths: tuple[str, ...]
@@ -116,6 +118,7 @@ class OpenRequest:
     unserved: str = ""
     share: float | None = None
     identities: tuple[Identity, ...] = ()
+    states: bytes = b""
     _expected: int | None = None
 
     @property
@@ -150,7 +153,13 @@ class OpenRequest:
         if self.closed:
             raise closed_error()
         found = source.fingerprint
-        check_same_content(self._expected, found, self.paths[0])
+        if self._expected not in (None, found):
+            raise FormatError(
+                "the file was replaced or rewritten since this reader was opened, and the old one "
+                "is not open any more",
+                path=changed_file(self.paths, self.states),
+                hint="open a new reader to read the new content",
+            )
         self._expected = found
         self.count = source.count
 

@@ -20,8 +20,8 @@ from typing import Any, TypeAlias, TypeVar
 from ffserve import protocol
 from ffserve.client import connection as blocking
 from ffserve.client import handshake
-from ffserve.client.channel import ChannelRequest, DatasetRequest, Int64s
-from ffserve.client.descriptors import OpenFiles, described, send
+from ffserve.client.channel import ChannelRequest, Int64s
+from ffserve.client.descriptors import DatasetRequest, OpenFiles, described, send
 from ffserve.client.inline import InlineSource
 from ffserve.client.local import ChunkedRequest, LocalRequest, LocalSource
 from ffserve.client.memory import receive
@@ -87,8 +87,8 @@ class LoopConnection:
             ReadError: this process cannot open a file.
         """
         paths = request.paths
-        known, fetches = request.identities, self.handshake.fetches
-        described_files = await in_thread(lambda: described(paths, known, fetches, self.path))
+        fetches = self.handshake.fetches
+        described_files = await in_thread(lambda: described(request, fetches, self.path))
         tag = self.channel.open(request, described_files)
         while isinstance(answer := await self._ask(tag), protocol.Need):
             try:
@@ -100,6 +100,7 @@ class LoopConnection:
                 raise
             self.channel.pass_files(tag, files)
         opened: protocol.Opened = answer
+        request.states = described_files.identities
         return opened
 
     async def announce(
