@@ -390,17 +390,3 @@ def combined_fingerprint(fingerprints: NDArray[np.uint64]) -> int:
     """Return one u64 fingerprint for an ordered list of shard fingerprints."""
     packed = fingerprints.astype("<u8").tobytes()
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
-
-
-def check_same_content(expected: int | None, found: int, path: str) -> None:
-    """Check that the files of a reader have not been replaced since it was opened.
-
-    Args: expected, found: their combined fingerprint then and now. path: of the first.
-    Raises: FormatError: the content differs.
-    """
-    if expected not in (None, found):
-        raise FormatError(
-            "the files were replaced or rewritten since this reader was opened",
-            path=path,
-            hint="open a new reader to read the new content",
-        )

@@ -26,12 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import protocol
-from ffserve.client.descriptors import Files, OpenFiles
+from ffserve.client.descriptors import DatasetRequest, Files, OpenFiles
 from ffserve.client.memory import Memories
 from ffserve.client.source import Target
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
-from ffserve.store.origin import Identity
 
 T = TypeVar("T")
 Int64s = NDArray[np.int64]
@@ -88,16 +87,6 @@ class Copying(Protocol):
     def copy(self, positions: Int64s | None) -> Int64s:
         """Copy samples; return the positions of those that could not be read."""
         ...
-
-
-class DatasetRequest(Protocol):
-    """The data set that an OPEN asks for; see `failover.OpenRequest`."""
-
-    paths: tuple[str, ...]
-    format: str | None
-    verify: bool
-    tolerant: bool
-    identities: tuple[Identity, ...]
 
 
 @dataclass(slots=True)

@@ -38,16 +38,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ffserve import protocol
-from ffserve.client.channel import (
-    RECEIVE_SIZE,
-    Beside,
-    Copying,
-    DatasetRequest,
-    Int64s,
-    SilentError,
-    Steps,
-)
-from ffserve.client.descriptors import OpenFiles, described, send
+from ffserve.client.channel import RECEIVE_SIZE, Beside, Copying, Int64s, SilentError, Steps
+from ffserve.client.descriptors import DatasetRequest, OpenFiles, described, send
 from ffserve.client.handshake import Handshake
 from ffserve.client.memory import receive
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
@@ -95,12 +87,14 @@ class Driver(ABC):
         """
         self.handshake.check_memory()
         paths, fetches = request.paths, self.handshake.fetches
-        files = yield Beside(partial(described, paths, request.identities, fetches, self.path))
+        files = yield Beside(partial(described, request, fetches, self.path))
 
         def needed(packed: bytes) -> OpenFiles:
             return OpenFiles.of(paths, protocol.unpack_positions(packed, len(paths)))
 
-        return (yield from self._opened(self.channel.open(request, files), needed))
+        opened = yield from self._opened(self.channel.open(request, files), needed)
+        request.states = files.identities
+        return opened
 
     def _opened(self, tag: int, files: Callable[[bytes], OpenFiles]) -> Steps[protocol.Opened]:
         """Pass the files that are needed until the answer comes."""

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from stat import S_IFREG
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -33,6 +33,17 @@ OPENED_AT_ONCE = 64
 """Files that are opened in one call; with index files, fewer fit into a message than there are."""
 
 
+class DatasetRequest(Protocol):
+    """The data set that an OPEN asks for; see `failover.OpenRequest`."""
+
+    paths: tuple[str, ...]
+    format: str | None
+    verify: bool
+    tolerant: bool
+    identities: tuple[Identity, ...]
+    states: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class Files:
     """What OPEN says of files. identities: packed. tags, access: of remote files; see
@@ -43,21 +54,19 @@ class Files:
     access: str | None = None
 
 
-def described(
-    paths: tuple[str, ...], remote: tuple[Identity, ...], fetches: frozenset[str], daemon: str
-) -> Files:
-    """Return the states of files, for OPEN.
+def described(request: DatasetRequest, fetches: frozenset[str], daemon: str) -> Files:
+    """Return the states of files, for OPEN: those that they had when they were opened first, if
+    they were. The daemon has the files of these open as long as anybody does, also when others
+    have taken their names.
 
-    Args:
-        remote: the versions of those that are URLs, in order. fetches: protocols by which the
-            daemon fetches. daemon: its socket, for errors.
+    Args: fetches: protocols by which the daemon fetches. daemon: its socket, for errors.
     Raises: MissingFile, AccessDenied, ReadError: also if the daemon fetches no such files.
     """
+    paths, remote = request.paths, request.identities
     packed = np.zeros(len(paths), protocol.IDENTITY_DTYPE)
+    if request.states:
+        packed = np.frombuffer(request.states, protocol.IDENTITY_DTYPE).copy()
     rows = [k for k, path in enumerate(paths) if is_url(path)] if remote else []
-    if not rows:
-        _describe_local(packed, paths, range(len(paths)))
-        return Files(packed.tobytes())
     urls = [paths[k] for k in rows]
     for url in urls:
         protocol_name = url.partition("://")[0].lower()
@@ -68,8 +77,11 @@ def described(
                 else ("the daemon has no store for remote files, or is of an older release")
             )
             raise ReadError(reason, path=daemon, hint="see [store] in its configuration")
-    of_url = set(rows)
-    _describe_local(packed, paths, [k for k in range(len(paths)) if k not in of_url])
+    if not request.states:
+        of_url = set(rows)
+        _describe_local(packed, paths, [k for k in range(len(paths)) if k not in of_url])
+    if not rows:
+        return Files(packed.tobytes())
     tags = [""] * len(paths)
     for k, identity in zip(rows, remote, strict=True):
         tags[k], packed["size"][k], packed["mtime"][k] = (
@@ -91,6 +103,23 @@ def _describe_local(
             raise os_error(error, some[len(states)]) from error
         for name in protocol.IDENTITY_DTYPE.names or ():
             packed[name][np.array(rows, np.int64)] = states[name]
+
+
+def changed_file(paths: tuple[str, ...], states: bytes) -> str:
+    """Return the first file that is not in its state of `Files` any more; the first one if that is
+    not known."""
+    found = np.zeros(len(paths), protocol.IDENTITY_DTYPE)
+    known = np.frombuffer(states, protocol.IDENTITY_DTYPE) if states else found
+    for k, path in enumerate(paths):
+        if is_url(path):
+            continue
+        try:
+            _describe_local(found, paths, [k])
+        except FFServeError:
+            return path
+        if found[k] != known[k]:
+            return path
+    return paths[0]
 
 
 class OpenFiles:

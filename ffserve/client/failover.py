@@ -25,18 +25,19 @@ from ffserve.client import connection as connections
 from ffserve.client.announced import AnnouncedOrders, Order
 from ffserve.client.autostart import start_daemon, start_wanted
 from ffserve.client.channel import SilentError
+from ffserve.client.descriptors import changed_file
 from ffserve.client.local import LocalSource
 from ffserve.client.loop import LARGE_COPY_SIZE, LoopConnection, LoopState, in_thread
 from ffserve.client.memory import UnmappedError
 from ffserve.client.ranged import RangedSource, identified
 from ffserve.client.shared_memory import DaemonSource
 from ffserve.client.source import Source
-from ffserve.dataset import check_same_content
 from ffserve.engine.io import probe
 from ffserve.errors import (
     AccessDenied,
     ArenaError,
     FFServeError,
+    FormatError,
     MissingFile,
     ProtocolError,
     ReadError,
@@ -115,7 +116,8 @@ class OpenRequest:
     data that a local source reads through the page cache, the same in all processes that got the
     reader; None: not chosen yet. identities: the versions of remote files that were opened, the
     same in all these processes as well. own: whether the daemon is the user's own, since another
-    does not serve the remote files.
+    does not serve the remote files. states: the states of files that the daemon has opened, as OPEN
+    has them, likewise.
     """
 
     paths: tuple[str, ...]
@@ -132,6 +134,7 @@ class OpenRequest:
     share: float | None = None
     identities: tuple[Identity, ...] = ()
     own: bool = False
+    states: bytes = b""
     _expected: int | None = None
 
     @property
@@ -177,7 +180,13 @@ class OpenRequest:
         if self.closed:
             raise closed_error()
         found = source.fingerprint
-        check_same_content(self._expected, found, self.paths[0])
+        if self._expected not in (None, found):
+            raise FormatError(
+                "the file was replaced or rewritten since this reader was opened, and the old one "
+                "is not open any more",
+                path=changed_file(self.paths, self.states),
+                hint="open a new reader to read the new content",
+            )
         self._expected = found
         self.count = source.count
 

@@ -20,8 +20,8 @@ import numpy as np
 
 from ffserve import protocol
 from ffserve.client import connection as blocking
-from ffserve.client.channel import Beside, Copying, DatasetRequest, Int64s, Steps
-from ffserve.client.descriptors import send
+from ffserve.client.channel import Beside, Copying, Int64s, Steps
+from ffserve.client.descriptors import DatasetRequest, send
 from ffserve.client.local import ChunkedRequest, LocalRequest, LocalSource
 from ffserve.client.ranged import RangedSource
 from ffserve.client.shared_memory import DaemonSource

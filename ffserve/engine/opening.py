@@ -164,6 +164,7 @@ def stated_alignments(fds: Int32s) -> Int64s:
     return alignments
 
 
-def close_fds(fds: Int32s) -> None:
-    """Close descriptors."""
-    lib.ffs_close_fds(from_buffer(I32S, fds), len(fds))
+def close_fds(fds: Int32s | Sequence[int]) -> None:
+    """Close descriptors. It may wait for their file systems."""
+    each = np.asarray(fds, np.int32)
+    lib.ffs_close_fds(from_buffer(I32S, each), len(each))

@@ -38,6 +38,7 @@ from ffserve.cache.adoption import drop_other_blocks
 from ffserve.cache.cache import Cache
 from ffserve.cache.inventory import CHUNKED, Inventory, ShardRow
 from ffserve.cache.tables import Directory, ShardTable
+from ffserve.engine.opening import close_fds
 from ffserve.errors import FFServeError, ReadError
 from ffserve.files import os_error
 from ffserve.formats.base import UNKNOWN_LENGTH
@@ -564,14 +565,32 @@ class Catalog:
         if adopted:
             self._cache.fit(adopted)
         if fresh:
-            columns = [
-                (s.base, s.count, s.payload_size, s.alignment, s.checksum_kind, *n, s.domain.number)
-                for s, n in zip(fresh, numbers, strict=True)
-            ]
-            self._table.add_all(np.array(columns, np.int64).T, [shard.chunked for shard in fresh])
+            self._add_new(fresh, numbers)
             self._cache.fit([shard.base for shard in fresh])
-            for shard in fresh:
+
+    def _add_new(
+        self, shards: list[OpenShard], numbers: Sequence[tuple[int, int]] | None = None
+    ) -> None:
+        """Add shards to the table and to the inventory."""
+        self._add_rows(shards, numbers)
+        for shard in shards:
+            if shard.key[5] < 0:  # its file is not stale
                 self._inventory.add_shard(row_of(shard))
+
+    def _add_rows(
+        self,
+        shards: Sequence[OpenShard],
+        numbers: Sequence[tuple[int, int]] | None = None,
+        has_chunks: Sequence[bool] | None = None,
+    ) -> None:
+        """Add rows to the table of shards. Args: numbers: file and engine of each; None: they have
+        none. has_chunks: as of `ShardTable.add_all`."""
+        columns = [
+            (s.base, s.count, s.payload_size, s.alignment, s.checksum_kind, *n, s.domain.number)
+            for s, n in zip(shards, numbers or [(-1, 0)] * len(shards), strict=True)
+        ]
+        chunked = [shard.chunked for shard in shards]
+        self._table.add_all(np.array(columns, np.int64).T, chunked, has_chunks)
 
     # ---- a predecessor's ------------------------------------------------------------------------
 
@@ -579,17 +598,13 @@ class Catalog:
         """Enter the shards of a predecessor, whose numbers are their own already, as closed ones.
         Their samples are served when a client passes a descriptor of the same file."""
         domains = {domain.serial: domain for domain in self._domains.all}
-        columns = []
-        for row in rows:
-            shard = closed_shard(row, domains[row.domain], self.preparations)
+        shards = [closed_shard(row, domains[row.domain], self.preparations) for row in rows]
+        for shard in shards:
             shard.domain.shards += 1
             shard.domain.prepared_count += shard.count * (shard.preparation is not None)
             self._closed[shard.key] = shard
-            about = row.base, row.count, row.payload_size, row.alignment, row.checksum_kind
-            columns.append((*about, -1, 0, shard.domain.number))
         if rows:
-            has_chunks = [bool(row.flags & CHUNKED) for row in rows]
-            self._table.add_all(np.array(columns, np.int64).T, [None] * len(rows), has_chunks)
+            self._add_rows(shards, has_chunks=[bool(row.flags & CHUNKED) for row in rows])
         # Not idle: the jobs that had them open are on their way back.
         self._table.sessions[:] = 1
         self._most_closed = max(MOST_CLOSED, len(rows))
@@ -684,21 +699,12 @@ class Catalog:
                 found.append(shard)
         finally:
             # With those of an OPEN that fails: they are forgotten as closed ones are.
-            self._enter_prepared([shard for shard in fresh if shard.count])
+            if fresh := [shard for shard in fresh if shard.count]:
+                self._add_new(fresh)
             self._hold(found, owner)
             if len(found) < len(sources):
                 self.close(found, owner)
         return found
-
-    def _enter_prepared(self, shards: list[OpenShard]) -> None:
-        if shards:
-            columns = [
-                (s.base, s.count, s.payload_size, 1, 0, -1, 0, s.domain.number) for s in shards
-            ]
-            self._table.add_all(np.array(columns, np.int64).T, [None] * len(shards))
-            for shard in shards:
-                if shard.key[5] < 0:  # its file is not stale
-                    self._inventory.add_shard(row_of(shard))
 
     def _new_prepared(self, source: OpenShard, preparation: Preparation, first: int) -> OpenShard:
         with self._opener.lock:
@@ -1039,16 +1045,6 @@ def _ended_of(shards: list[OpenShard]) -> list[OpenShard]:
 def _is_emfile(error: Exception) -> bool:
     """Whether an error, or what it was made of, says that no descriptor is left."""
     return errno.EMFILE in (getattr(each, "errno", 0) for each in (error, error.__cause__))
-
-
-def close_fds(fds: list[int]) -> None:
-    """Close descriptors. It may wait for their file systems: not in the loop's thread."""
-    left, closed = iter(fds), False
-    while not closed:
-        with contextlib.suppress(OSError):  # the descriptor is closed nevertheless
-            for fd in left:
-                os.close(fd)
-            closed = True
 
 
 async def in_thread(call: Callable[[], T]) -> T:

@@ -22,8 +22,9 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from ffserve.engine.opening import close_fds
 from ffserve.protocol import MOST_FILES
-from ffserve.server.catalog import close_fds, run_in_thread
+from ffserve.server.catalog import run_in_thread
 from ffserve.server.users import User
 
 THREADS = 4

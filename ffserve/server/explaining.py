@@ -18,8 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from ffserve.engine.opening import close_fds
 from ffserve.errors import FFServeError, FormatError
-from ffserve.server.catalog import Catalog, close_fds
+from ffserve.server.catalog import Catalog
 from ffserve.server.closing import closer_of
 from ffserve.server.shards import OpenShard
 from ffserve.server.user_threads import UserThreads

@@ -179,7 +179,7 @@ def close_passed(files: list[PassedFile]) -> None:
     fds = [fd for one in files for fd in (one.fd, one.index) if fd is not None and fd >= 0]
     for one in files:
         one.fd, one.index = -1, None
-    close_fds(np.array(fds, np.int32))
+    close_fds(fds)
 
 
 class Opener:
@@ -383,17 +383,20 @@ class Opener:
             keep="inode",
             passed_index=files.passed[k].index,
         )
-        chunked = parsed if is_chunked(parsed) else None
+        return self._tables_of(parsed, scanned_as(parsed))
+
+    def _tables_of(self, shard: Shard, scanned: str | None) -> _Tables:
+        chunked = shard if is_chunked(shard) else None
         if chunked is not None:
             chunked.limit(self.max_chunk_size)
         return _Tables(
-            format=parsed.format,
-            count=parsed.count,
-            kind=parsed.checksum_kind,
-            fingerprint=parsed.fingerprint,
-            single=parsed,
+            format=shard.format,
+            count=shard.count,
+            kind=shard.checksum_kind,
+            fingerprint=shard.fingerprint,
+            single=shard,
             chunked=chunked,
-            scanned=scanned_as(parsed),
+            scanned=scanned,
         )
 
     # ---- remote files ---------------------------------------------------------------------------
@@ -404,18 +407,7 @@ class Opener:
         path, key, opened = files.paths[row], files.keys[row], files.objects[row]
         assert opened is not None
         shard = files.remote.parse(opened, request.format, request.verify, request.tolerant)
-        chunked = shard if is_chunked(shard) else None
-        if chunked is not None:
-            chunked.limit(self.max_chunk_size)
-        tables = _Tables(
-            format=shard.format,
-            count=shard.count,
-            kind=shard.checksum_kind,
-            fingerprint=shard.fingerprint,
-            single=shard,
-            chunked=chunked,
-            scanned=None,
-        )
+        tables = self._tables_of(shard, None)
         (base,) = self._reserve([shard.count], [domain])
         fd = -1
         try:
@@ -424,7 +416,7 @@ class Opener:
             directory = self._directory
             offsets = directory.offsets[rows].astype(np.int64)
             lengths = directory.lengths(np.arange(base, base + shard.count))
-            blocks = blocks_of(shard, chunked, offsets, lengths, opened.stored.block_size)
+            blocks = blocks_of(shard, tables.chunked, offsets, lengths, opened.stored.block_size)
             fd = opened.stored.open_data()
             (direct,), alignments = _reopen(np.array([fd], np.int32), [path])
         except BaseException:
@@ -581,7 +573,7 @@ def _check_indexes(rules: Rules, passed: list[PassedFile], paths: list[str], pee
     rows = [k for k, one in enumerate(passed) if one.index is not None]
     for k in [] if are_allowed(rows) else rows:
         if not are_allowed([k]):
-            close_fds(np.array([passed[k].index], np.int32))
+            close_fds([index for index in (passed[k].index,) if index is not None])
             passed[k].index = None
 
 

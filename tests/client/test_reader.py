@@ -488,17 +488,29 @@ class TestReader:
 
     def test_copy_refuses_a_file_that_was_replaced(self, tmp_path: Path, server: str) -> None:
         path = write(tmp_path / "a.ffr", TRUTH[:10])
+
+        def refuses() -> bool:
+            with pickle.loads(packed) as copy:
+                try:
+                    assert copy[5].tobytes() == TRUTH[5], "the daemon has it open"
+                except FormatError as error:
+                    assert error.path == path and "replaced or rewritten" in str(error)
+                    return True
+                return False
+
         with ffserve.open(path, server=server) as reader:
             packed = pickle.dumps(reader)
             write(path, TRUTH[1:11])
             assert reader[5].tobytes() == TRUTH[5]
-            copy = pickle.loads(packed)
-            for _ in range(2):
-                with pytest.raises(FormatError, match="replaced or rewritten") as caught:
-                    copy.read([0])
-                assert caught.value.path == path
-            write(path, TRUTH[:10])
-            assert copy[5].tobytes() == TRUTH[5]
+            assert refuses() == (server == "off")
+        until(refuses, "the old file is closed")
+        copy = pickle.loads(packed)
+        for _ in range(2):
+            with pytest.raises(FormatError, match="replaced or rewritten"):
+                copy.read([0])
+        write(path, TRUTH[:10])
+        assert copy[5].tobytes() == TRUTH[5]
+        copy.close()
 
     # ---- files -----------------------------------------------------------------------------
 

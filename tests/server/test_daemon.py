@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import pickle
 import select
 import signal
 import socket
@@ -37,6 +39,7 @@ from daemon import (
 )
 
 import ffserve
+import ffserve.aio
 from ffserve import protocol
 from ffserve.client import channel, handshake
 from ffserve.client.shared_memory import DaemonSource
@@ -454,6 +457,79 @@ def test_replaced_file_old_session_old_bytes_new_session_new_bytes(
             assert (len(old), len(new)) == (200, 150)
             assert [s.tobytes() for s in new.read(range(150))] == [other(i) for i in range(150)]
             assert [s.tobytes() for s in old.read(range(200))] == [sample(i) for i in range(200)]
+
+
+FORK = """
+import os, shutil, sys
+import ffserve
+server, first, served, fresh, way = sys.argv[1:]
+def check():
+    assert bytes(reader[0]) == b"first"
+    assert way == "rewritten" or bytes(reader[1]) == b"served"
+reader = ffserve.open([first, served], server=server)
+check()
+if way == "rewritten":
+    shutil.copyfile(fresh, served)
+elif way == "deleted": os.unlink(served)
+else: os.rename(fresh, served)
+child = os.fork()
+check()
+if child: assert os.waitpid(child, 0)[1] == 0
+"""
+"""A process with a reader of two files, of which one is replaced before it forks."""
+
+
+def three_files(folder: Path) -> list[str]:
+    return [write(folder / f"{name}.ffr", [name.encode()]) for name in ("first", "served", "fresh")]
+
+
+@pytest.mark.parametrize("way", ["renamed", "deleted", "rewritten"])
+@pytest.mark.parametrize("server", ["daemon", "off"])
+def test_a_fork_after_a_served_file_was_replaced_failed(
+    daemon: Daemon, tmp_path: Path, way: str, server: str
+) -> None:
+    """Its parent has the old file open in the daemon still."""
+    where = daemon.socket if server == "daemon" else server
+    run_python(FORK, where, *three_files(tmp_path), way)
+
+
+def test_a_copy_of_a_reader_failed_after_a_served_file_was_replaced(
+    daemon: Daemon, tmp_path: Path
+) -> None:
+    first, served, fresh = three_files(tmp_path)
+    other = ffserve.aio.open([first, served], server=daemon.socket)
+
+    async def copied() -> list[bytes]:
+        async with other as reader:
+            os.rename(fresh, served)
+            async with pickle.loads(pickle.dumps(reader)) as copy:
+                return [bytes(one) for one in await copy.read([0, 1])]
+
+    with daemon.open([first, served]) as reader:
+        packed = pickle.dumps(reader)
+        assert asyncio.run(copied()) == [b"first", b"served"]
+        program = """
+import pickle, sys
+with pickle.load(open(sys.argv[1], "rb")) as copy: print(*map(bytes, copy.read([0, 1])))
+"""
+        (tmp_path / "packed").write_bytes(packed)
+        assert run_python(program, tmp_path / "packed").stdout == "b'first' b'served'\n"
+        assert bytes(reader[1]) == b"served"
+    until(lambda: not any(s["path"] == served for s in daemon.status()["shards"]), "it is closed")
+    done = run_python(program, tmp_path / "packed", code=1)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"ffserve.errors.FormatError: {served}: the file was replaced"), last
+    assert "open a new reader" in last
+
+
+def test_a_copy_of_a_reader_of_a_file_that_was_touched(daemon: Daemon, path: str) -> None:
+    """It has other times, and the same content."""
+    with daemon.open(path) as reader:
+        packed = pickle.dumps(reader)
+    os.utime(path)
+    for _ in range(2):
+        with pickle.loads(packed) as copy:
+            assert bytes(copy[3]) == sample(3)
 
 
 def test_only_the_missing_samples_of_a_truncated_file_fail(daemon: Daemon, path: str) -> None:
