@@ -95,18 +95,19 @@ class RangedSource(LocalSource):
         self.identities = identities if len(identities) == len(urls) else identified(urls)
         objects = [RangedObject(identity) for identity in self.identities]
         how = Opening(format, verify, tolerant, seen)
-        self._parsed = dict(zip(urls, _all(lambda each: _parsed(each, how), objects), strict=True))
+        shards = _all(lambda each: _parsed(each, how), objects)
+        self._opening = dict(zip(urls, shards, strict=True))
         by_url = dict(zip(urls, objects, strict=True))
         self._objects = [by_url.get(path) for path in paths]
         self._is_remote = np.array([each is not None for each in self._objects], np.bool_)
         super().__init__(paths, format, verify, tolerant, seen=seen, share=share)
-        self._parsed.clear()
+        self._opening.clear()
         self.description = "ranged reads"
 
     def _open_shard(self, path: str, how: Opening) -> OpenShard:
         if not is_url(path):
             return super()._open_shard(path, how)
-        shard = self._parsed[path]
+        shard = self._opening[path]
         fd = os.memfd_create("ffserve-remote", os.MFD_CLOEXEC)  # of nothing: no engine reads it
         try:
             return load_shard(shard, shard.path, fd, FileState(shard.size, 0, 0))
@@ -221,6 +222,13 @@ class RangedSource(LocalSource):
         found = self._objects[shard]
         assert found is not None
         return found
+
+    def after_fork(self) -> None:
+        """Connections to origins are the parent's as well."""
+        super().after_fork()
+        for opened in self._objects:
+            if opened is not None:
+                opened.after_fork()
 
     def announce(self, order: Int64s, epoch: int, name: str | None, replacement: bool) -> None:
         """Do nothing."""

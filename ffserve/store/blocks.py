@@ -222,8 +222,7 @@ class BlockState:
     def evict(self, block: int, moved: NDArray[np.uint64]) -> bool:
         """Give a block's bytes back to the file system, unless somebody reads or fetches it.
 
-        Args: moved: counter that rises after the word and before the bytes change, so that who
-            reads without a pin can tell.
+        Args: moved: counts evicted blocks.
         Raises: OSError.
         """
         if not lock(self.fd, fcntl.F_WRLCK, PINS + block):

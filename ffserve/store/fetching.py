@@ -653,8 +653,11 @@ def breaker_of(url: str) -> Breaker:
 
 def threads_of(url: str) -> Threads:
     """Return the threads of this process that read past any store from the origin of a URL."""
+    name = urls.origin_of(url)
     with _lock:
-        return _threads.setdefault(urls.origin_of(url), Threads("ffserve-ranges"))
+        if name not in _threads:
+            _threads[name] = Threads("ffserve-ranges")
+        return _threads[name]
 
 
 def process_fetcher() -> Fetcher:

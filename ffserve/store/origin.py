@@ -555,6 +555,12 @@ class RemoteFile:
             self._free.append((0 if shared else threading.get_ident(), file))
         return content
 
+    def after_fork(self) -> None:
+        """This process is a child: fsspec's file systems are not to be used there, nor freed."""
+        hdfs.inherited.append(self._free)
+        self._free, self._pid = [], os.getpid()
+        self._lock = threading.Lock()
+
     def _same(self, found: Identity) -> bool:
         mine = self.identity
         if (found.size, found.tag) != (mine.size, mine.tag):
@@ -564,9 +570,8 @@ class RemoteFile:
     def _take(self) -> tuple[Any, bool]:
         """Return an open file that no other thread uses, and whether its reads are conditional."""
         with self._lock:
-            if self._pid != os.getpid():  # fsspec's file systems are not to be used after a fork
-                hdfs.inherited.append(self._free)
-                self._free, self._pid = [], os.getpid()
+            if self._pid != os.getpid():
+                self.after_fork()
             mine = (0, threading.get_ident())
             place = next((k for k, (owner, _) in enumerate(self._free) if owner in mine), None)
             file = None if place is None else self._free.pop(place)[1]

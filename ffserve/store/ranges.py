@@ -40,6 +40,10 @@ class RangedObject:
         self.shown = urls.shown(identity.url)
         self._remote = RemoteFile(identity)
 
+    def after_fork(self) -> None:
+        """This process is a child: connect anew."""
+        self._remote.after_fork()
+
     def ask(self, start: int, end: int) -> Future[Outcome]:
         """Ask for bytes; return at once. The exception of the future is an FFServeError."""
         future: Future[Outcome] = Future()

@@ -26,6 +26,7 @@ ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)},
     "PYTHONWARNINGS": "error",
     "FFSERVE_SOCKET": "/nowhere/socket",
+    "FFSERVE_START": "0",
 }
 FILES = {
     f"part-{number}.txt": b"".join(b"%d\n" % (10 * number + k) for k in range(10))

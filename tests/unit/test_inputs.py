@@ -66,6 +66,7 @@ def own_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         for name in ("_fetchers", "_breakers", "_listed"):
             patch.setattr(fetching, name, {})
         patch.setenv("FFSERVE_STORE", str(tmp_path_factory.mktemp("store")))
+        patch.setenv("FFSERVE_START", "0")
         yield
 
 
