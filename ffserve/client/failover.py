@@ -193,8 +193,9 @@ class SourceSelection:
         self._former: Source | None = None
         """A source in the job that this process inherited: what was begun there may end there."""
         self._searches = 0
+        """Searches for a source that have ended."""
         self._failure: FFServeError | None = None
-        """Of the last search for a source."""
+        """Of the last one."""
 
     # ---- what a reader asks for -----------------------------------------------------------
 
@@ -285,13 +286,14 @@ class SourceSelection:
     def _search(self, steps: SelectionSteps[None], asked: int) -> SelectionSteps[None]:
         if self._failure is not None and asked < self._searches:
             raise self._failure.located()
-        self._searches += 1
         self._failure = None
         try:
             yield from steps
         except FFServeError as error:
             self._failure = error.located()
             raise
+        finally:
+            self._searches += 1
 
     def _open(self, patience_s: float) -> SelectionSteps[None]:
         """Have a source, unless there is one now; a required daemon that is away is waited for."""
