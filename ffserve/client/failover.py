@@ -217,7 +217,7 @@ class SourceSelection:
         self._searches = 0
         """Searches for a source that have ended."""
         self._failure: FFServeError | None = None
-        """Of the last search for a source."""
+        """Of the last one."""
 
     # ---- what a reader asks for -----------------------------------------------------------
 
