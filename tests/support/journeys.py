@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 PACKAGE = Path(__file__).parents[2] / "ffserve"
+LATE_S = 20.0
+"""For what a daemon does after it has answered."""
+
+
+class Passed(NamedTuple):
+    """The files that were entered in the client's processes, and in the daemon."""
+
+    client: set[str]
+    daemon: set[str]
+
+    @property
+    def all(self) -> set[str]:
+        return self.client | self.daemon
 
 
 class Recorder:
     """Notes each file of the package in which a function is called, in any thread of a process.
+    That a module is imported is not noted.
 
     Args: log: gets a line per file. turn: a file; when its size changes, all is noted anew.
     """
@@ -31,13 +47,14 @@ class Recorder:
         sys.setprofile(self._note)
 
     def stop(self) -> None:
-        """Note no more in this thread."""
+        """Note no more: neither in this thread nor in others that have begun meanwhile."""
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
-        os.close(self._fd)
+        fd, self._fd = self._fd, -1
+        os.close(fd)
 
     def _note(self, frame: Any, event: str, _: object) -> None:
-        if event != "call":
+        if event != "call" or self._fd < 0 or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
             return
         name = frame.f_code.co_filename
         size = os.stat(self._turn).st_size
@@ -48,7 +65,8 @@ class Recorder:
             self._seen.add(name)
             if name.startswith(f"{PACKAGE}/"):
                 place = os.path.relpath(name, PACKAGE)
-                os.write(self._fd, f"{size} {place}\n".encode())
+                with contextlib.suppress(OSError):  # stopped meanwhile
+                    os.write(self._fd, f"{size} {place}\n".encode())
 
 
 class Journey:
@@ -58,33 +76,38 @@ class Journey:
         self._turn = directory / "turn"
         self._turn.write_bytes(b"")
         self._logs = [directory / "client", directory / "server"]
+        for log in self._logs:
+            log.write_bytes(b"")
         support = Path(__file__).parent
         self.patch = (
             f"import sys; sys.path.insert(0, {str(support)!r})\n"
             f"from journeys import Recorder\n"
-            f"Recorder({str(self._logs[1])!r}, {str(self._turn)!r}).start()"
+            f"Recorder({str(self._logs[1])!r}, {str(self._turn)!r}).start()\n"
         )
 
-    @contextmanager
-    def _recorded(self) -> Iterator[None]:
-        recorder = Recorder(str(self._logs[0]), str(self._turn))
-        recorder.start()
-        try:
-            yield
-        finally:
-            recorder.stop()
+    def recorder(self) -> Recorder:
+        """Return a recorder of a process of the client."""
+        return Recorder(str(self._logs[0]), str(self._turn))
 
-    def of(self, call: Callable[[], object]) -> set[str]:
-        """Return the files that a call passes, without those that are busy anyway."""
+    def of(self, call: Callable[[], object], awaited: Set[str] = frozenset()) -> Passed:
+        """Return the files that a call passes.
+
+        Args: awaited: files that a request passes, some of them perhaps after it was answered.
+        """
         with self._turn.open("ab") as turn:
             turn.write(b".")
-        size = self._turn.stat().st_size
-        with self._recorded():
+        recorder = self.recorder()
+        recorder.start()
+        try:
             call()
-        found: set[str] = set()
-        for log in self._logs:
-            for line in log.read_text().splitlines() if log.exists() else ():
-                number, _, place = line.partition(" ")
-                if int(number) == size:
-                    found.add(place)
+        finally:
+            recorder.stop()
+        deadline = time.monotonic() + LATE_S
+        while not awaited <= (found := self._noted()).all and time.monotonic() < deadline:
+            time.sleep(0.01)
         return found
+
+    def _noted(self) -> Passed:
+        size = str(self._turn.stat().st_size)
+        lines = ([line.split(" ") for line in log.read_text().splitlines()] for log in self._logs)
+        return Passed(*({place for number, place in noted if number == size} for noted in lines))
