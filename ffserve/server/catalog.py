@@ -810,7 +810,8 @@ class Catalog:
         """Close the files of shards that have been idle for long; evict the samples of files that
         cannot be opened again; forget closed shards without samples. Called now and then."""
         idle = list(self._idle.values())
-        ended = await self._ended_of(idle)
+        # One that was closed meanwhile was not looked at: its descriptor may be another file's.
+        ended = {s for s in await self._ended_of(idle) if self._idle.get(s.key) is s}
         self._set_apart_ended({s.key[0] for s in ended if s.remote is None})
         before = now - self._close_after_s
         chosen = [
@@ -1030,8 +1031,7 @@ class Catalog:
 
 
 def _ended_of(shards: list[OpenShard]) -> list[OpenShard]:
-    """Return the shards whose files have no name any more, or were changed, without those that were
-    closed in the meantime."""
+    """Return the shards whose files have no name any more, or were changed."""
     ended = []
     for shard in shards:
         with contextlib.suppress(OSError):
