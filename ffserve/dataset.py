@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 
 from ffserve.engine.arrays import integers
 from ffserve.engine.opening import KIND_BITS, stat_paths
-from ffserve.errors import FormatError, MissingFile, SampleIndexError, UsageError
+from ffserve.errors import MissingFile, SampleIndexError, UsageError
 from ffserve.files import wrap_os_error
-from ffserve.formats.base import UNKNOWN_LENGTH
 from ffserve.store.urls import is_url
 
 PathLike = str | os.PathLike[str]
@@ -230,57 +229,6 @@ class Layout:
 
 _STATED_AT_ONCE = 256
 """Paths that are looked at in one call, which no signal interrupts."""
-_MAX_OFFSET = 1 << 62
-"""A read that begins here ends below 2^63, the limit of off_t."""
-_STEP = 1 << 20
-"""Samples checked at a time, which bounds temporary memory for large tables."""
-
-
-def bound_lengths(
-    offsets: NDArray[np.uint64], lengths: NDArray[np.uint64], size: int, path: str
-) -> bool:
-    """Shorten, in place, the lengths of samples that reach beyond the end of a truncated file.
-
-    Such a length becomes one byte more than the file has left: a read still meets the end of the
-    file, and no length stored in a file can cause an allocation larger than the file.
-
-    Returns: whether there are such samples.
-    Raises: FormatError: a record of 256 TiB or more, or one that begins beyond any valid offset.
-    """
-    truncated = False
-    for start in range(0, len(lengths), _STEP):
-        piece = lengths[start : start + _STEP]
-        begins = offsets[start : start + _STEP]
-        if _within(begins, piece, min(size, UNKNOWN_LENGTH - 1)):
-            continue
-        cut = (piece > 0) & ((begins > size) | (piece > size))
-        cut |= (piece > 0) & ~cut & (begins + piece > size)
-        if cut.any():
-            truncated = True
-            held = np.uint64(size) - np.minimum(begins[cut], np.uint64(size))
-            piece[cut] = held + np.uint64(1)
-        if int(piece.max()) >= UNKNOWN_LENGTH:
-            raise FormatError(
-                f"record {start + int(piece.argmax())} has {int(piece.max())} bytes, more than the "
-                f"limit of {UNKNOWN_LENGTH - 1}",
-                path=path,
-                hint="store the content in smaller records",
-            )
-        if int(begins.max()) > _MAX_OFFSET:
-            raise FormatError(
-                f"record {start + int(begins.argmax())} begins at byte {int(begins.max())}, beyond "
-                f"the largest possible file",
-                path=path,
-                hint="the file is damaged: restore it from a copy or write it again",
-            )
-    return truncated
-
-
-def _within(begins: NDArray[np.uint64], lengths: NDArray[np.uint64], size: int) -> bool:
-    """Whether all samples end within `size` bytes."""
-    if int(begins.max()) > size or int(lengths.max()) > size:
-        return False
-    return int((begins + lengths).max()) <= size
 
 
 def as_indices(indices: Any, count: int) -> NDArray[np.int64]:

@@ -25,7 +25,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ffserve.dataset import bound_lengths
 from ffserve.engine.codec import checksum
 from ffserve.errors import ChecksumError, FFServeError, TruncatedError, UsageError
 from ffserve.formats.base import (
@@ -39,6 +38,7 @@ from ffserve.formats.base import (
     Shard,
     opens_small,
 )
+from ffserve.reads.opening import bound_lengths
 
 SMALL = (b"first", b"", b"\0" * 20, b"the fourth", b"", b"last")
 """Few and short samples, so that tests can damage their files at every byte and every bit."""

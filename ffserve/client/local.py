@@ -11,14 +11,14 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve import formats, shardfile
+from ffserve import shardfile
 from ffserve.client.local_chunks import ChunkCache, ChunkReads
 from ffserve.client.local_files import Numbers, ShardFiles, fitting_share
 from ffserve.client.source import (
@@ -32,7 +32,7 @@ from ffserve.client.source import (
     places,
 )
 from ffserve.client.windows import Part, Windows
-from ffserve.dataset import Layout, ShardInfo, as_int64, bound_lengths, combined_fingerprint
+from ffserve.dataset import Layout, ShardInfo, as_int64, combined_fingerprint
 from ffserve.engine.io import Engine, EngineBatch, local_engine
 from ffserve.errors import (
     STATUS_TRUNCATED,
@@ -42,13 +42,16 @@ from ffserve.errors import (
     raise_first,
 )
 from ffserve.files import open_regular, raise_file_limit
-from ffserve.formats.base import UNKNOWN_LENGTH, is_chunked
+from ffserve.formats.base import UNKNOWN_LENGTH
+from ffserve.reads.opening import How, OpenFiles, Tables, enter, read_single, read_together
 from ffserve.reads.records import Failures, outcome_of, record_batch
 
 log = logging.getLogger("ffserve")
 
 SIZES_AT_ONCE = 65_536
 """Samples of unknown length that one request reads."""
+OPENED_AT_ONCE = 256
+"""Files whose heads are read together."""
 MAX_CHUNK_SIZE = 1 << 30
 """Limit of a chunk's size, encoded or decoded; the daemon's limit is in its configuration."""
 
@@ -153,7 +156,7 @@ class LocalSource:
         self._windows: Windows | None = None
         """Of the order that is followed."""
         try:
-            self._open(paths, Opening(format, verify, tolerant, seen))
+            self._open(paths, How(format, verify, tolerant, MAX_CHUNK_SIZE, seen=seen))
             size = int(self._sizes.sum())
             self._files.choose_share(fitting_share(size) if share is None else share)
             self._tables = self._files.tables(
@@ -165,35 +168,37 @@ class LocalSource:
             raise
         self.description = f"engine {engine().kind}"
 
-    def _open(self, paths: tuple[str, ...], how: Opening) -> None:
+    def _open(self, paths: tuple[str, ...], how: How) -> None:
         if len(paths) > 256:
             raise_file_limit()
-        opened: list[OpenShard] = []
-        for path in paths:
-            opened.append(self._open_shard(path, how))
-            self._files.add(path, opened[-1].fd, opened[-1].shard.fingerprint)
-        parsed = [one.shard for one in opened]
-        self._states = [(one.state, one.scanned) for one in opened]
-        self._truncated = any(one.truncated for one in opened)
-        self.layout = Layout(np.array([shard.count for shard in parsed], np.int64))
-        self.count = self.layout.count
-        self._offsets = _joined([one.offsets for one in opened])
-        self._lengths = _joined([one.lengths for one in opened])
-        self._checksums = _joined([one.checksums for one in opened])
-        self._sizes = np.array([shard.size for shard in parsed], np.uint64)
-        self._held = self._lengths
-        """Lengths of the memory for samples: none for those beyond the end of a file."""
-        if self._truncated:
-            self._held = self._lengths.copy()
-            self._held[self._cut(np.arange(self.count))] = 0
-        self._kinds = np.array([s.checksum_kind if how.verify else 0 for s in parsed], np.int32)
+        fds: list[int] = []
+        try:
+            fds.extend(map(self._open_file, paths))
+            states = [shardfile.FileState.of(fd) for fd in fds]
+            parsed = self._read_tables(list(paths), fds, states, how)
+            self._enter(parsed, paths)
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        self._states = [(state, t.scanned) for state, t in zip(states, parsed, strict=True)]
+        for path, fd, tables in zip(paths, fds, parsed, strict=True):
+            self._files.add(path, fd, tables.fingerprint)
+        self._kinds = np.array([t.kind if how.verify else 0 for t in parsed], np.int32)
         self.shards = [
-            ShardInfo(s.path, s.format, s.count, int(first), s.size, s.fingerprint)
-            for s, first in zip(parsed, self.layout.firsts[:-1], strict=True)
+            ShardInfo(
+                t.single.path if t.single else path,
+                t.format,
+                t.count,
+                first,
+                t.size,
+                t.fingerprint,
+            )
+            for path, t, first in zip(paths, parsed, self.layout.firsts.tolist(), strict=False)
         ]
-        fingerprints = np.array([shard.fingerprint for shard in parsed], np.uint64)
+        fingerprints = np.array([t.fingerprint for t in parsed], np.uint64)
         self.fingerprint = combined_fingerprint(fingerprints)
-        self._chunked = {k: s for k, s in enumerate(parsed) if is_chunked(s)}
+        self._chunked = {k: t.chunked for k, t in enumerate(parsed) if t.chunked is not None}
         self._in_chunks = np.array([k in self._chunked for k in range(len(parsed))], np.bool_)
         self._plain = not self._chunked and not self._truncated
         self._contradictions: dict[int, shardfile.Contradiction] = {}
@@ -201,11 +206,55 @@ class LocalSource:
         self._warned: set[int] = set()
         self._chunk_cache = self._new_chunk_cache()
 
+    def _open_file(self, path: str) -> int:
+        return open_regular(path)
+
+    def _read_tables(
+        self, paths: list[str], fds: list[int], states: list[shardfile.FileState], how: How
+    ) -> list[Tables]:
+        found: list[Tables] = []
+        for low in range(0, len(paths), OPENED_AT_ONCE):
+            some = slice(low, low + OPENED_AT_ONCE)
+            sizes = np.array([state.size for state in states[some]], np.int64)
+            files = OpenFiles.of(fds[some], paths[some], sizes, how.format)
+            rows = range(len(sizes))
+            together = read_together(files, rows, how)
+            found += [together.get(k) or read_single(files, k, how) for k in rows]
+        return found
+
+    def _enter(self, parsed: list[Tables], paths: Sequence[str]) -> None:
+        """Enter the tables of all shards; lengths in u32 where they fit."""
+        self._sizes = np.array([tables.size for tables in parsed], np.uint64)
+        self.layout = Layout(np.array([tables.count for tables in parsed], np.int64))
+        self.count = self.layout.count
+        self._offsets = np.empty(self.count, np.uint64)
+        self._checksums = np.empty(self.count, np.uint32)
+        short = not any(t.chunked for t in parsed) and int(self._sizes.max()) < (1 << 32) - 1
+        self._lengths: NDArray[Any] = np.empty(self.count, np.uint32 if short else np.uint64)
+        enter(parsed, self.layout.firsts[:-1].tolist(), paths, self)
+        self._truncated = any(tables.truncated for tables in parsed)
+        self._held = self._lengths
+        """Lengths of the memory for samples: none for those beyond the end of a file."""
+        if self._truncated:
+            self._held = self._lengths.copy()
+            self._held[self._cut(np.arange(self.count))] = 0
+
+    @property
+    def offsets(self) -> NDArray[np.uint64]:
+        """By sample: of the payload in its file."""
+        return self._offsets
+
+    @property
+    def checksums(self) -> NDArray[np.uint32]:
+        """By sample."""
+        return self._checksums
+
+    def set_lengths(self, start: int, lengths: NDArray[np.uint64]) -> None:
+        """Enter lengths from a sample on."""
+        self._lengths[start : start + len(lengths)] = lengths
+
     def _new_chunk_cache(self) -> ChunkCache:
         return ChunkCache(self._chunked, self._learned, self._warn)
-
-    def _open_shard(self, path: str, how: Opening) -> OpenShard:
-        return open_shard(path, how)
 
     def _learned(self, shard: int, chunk: int, lengths: Int64s) -> None:
         first = int(self.layout.firsts[shard] + self._chunked[shard].chunks.firsts[chunk])
@@ -660,69 +709,3 @@ class LocalSource:
 def _wait(request: LocalRequest) -> None:
     if request.batch is not None:
         request.engine.wait(request.batch)
-
-
-def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-
-
-@dataclass(frozen=True, slots=True)
-class Opening:
-    """How shards are opened; see `shardfile.open_shard`."""
-
-    format: str | None
-    verify: bool
-    tolerant: bool
-    seen: Callable[[int], object] | None
-
-
-@dataclass(slots=True)
-class OpenShard:
-    """A shard, its tables (lengths in u32 where they fit), and its descriptor, the caller's.
-
-    truncated: records reach beyond the end of the file. state: of the file when it was opened.
-    scanned: see `shardfile.scanned_as`.
-    """
-
-    shard: formats.Shard
-    offsets: NDArray[np.uint64]
-    lengths: NDArray[Any]
-    checksums: NDArray[np.uint32]
-    fd: int
-    truncated: bool
-    state: shardfile.FileState
-    scanned: str | None
-
-
-def open_shard(path: str, how: Opening) -> OpenShard:
-    """Open a file for reading, and parse its tables.
-
-    Raises: FormatError, ChecksumError, TruncatedError, AccessDenied, ReadError.
-    """
-    fd = open_regular(path)
-    try:
-        state = shardfile.FileState.of(fd)
-        shard = shardfile.open_shard(
-            fd, path, how.format, verify=how.verify, tolerant=how.tolerant, seen=how.seen
-        )
-        return load_shard(shard, path, fd, state)
-    except BaseException:
-        os.close(fd)
-        raise
-
-
-def load_shard(shard: formats.Shard, path: str, fd: int, state: shardfile.FileState) -> OpenShard:
-    """Load the tables of a shard. Raises: FormatError, ReadError."""
-    offsets, checksums = np.empty(shard.count, np.uint64), np.empty(shard.count, np.uint32)
-    lengths: NDArray[Any] = np.empty(shard.count, np.uint64)
-    truncated = False
-    if is_chunked(shard):
-        shard.limit(MAX_CHUNK_SIZE)
-        shard.load(offsets, lengths, checksums)
-    else:
-        shard.load(offsets, lengths, checksums)
-        truncated = bound_lengths(offsets, lengths, shard.size, path)
-        if shard.size < (1 << 32) - 1:
-            lengths = lengths.astype(np.uint32)
-    scanned = shardfile.scanned_as(shard)
-    return OpenShard(shard, offsets, lengths, checksums, fd, truncated, state, scanned)

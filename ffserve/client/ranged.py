@@ -22,12 +22,10 @@ from numpy.typing import NDArray
 
 from ffserve import formats
 from ffserve.client.local import (
+    MAX_CHUNK_SIZE,
     LocalRequest,
     LocalSource,
-    Opening,
-    OpenShard,
     PartlyRead,
-    load_shard,
 )
 from ffserve.client.local_chunks import Chunk, ChunkCache, FileOf, decoding_threads, new_memory
 from ffserve.client.source import Batch, Bytes, Indices, Int64s, Target
@@ -35,6 +33,7 @@ from ffserve.engine.codec import checksums, scatter
 from ffserve.engine.io import Engine
 from ffserve.errors import STATUS_CHECKSUM, FFServeError, status_error
 from ffserve.reads.chunks import decode
+from ffserve.reads.opening import How, Tables
 from ffserve.shardfile import FileState
 from ffserve.store import fetching
 from ffserve.store.fetching import identity_of
@@ -94,26 +93,32 @@ class RangedSource(LocalSource):
         urls = [path for path in paths if is_url(path)]
         self.identities = identities if len(identities) == len(urls) else identified(urls)
         objects = [RangedObject(identity) for identity in self.identities]
-        how = Opening(format, verify, tolerant, seen)
-        shards = _all(lambda each: _parsed(each, how), objects)
-        self._opening = dict(zip(urls, shards, strict=True))
+        how = How(format, verify, tolerant, MAX_CHUNK_SIZE)
+        self._parsed = dict(
+            zip(urls, _all(lambda each: _parsed(each, how, seen), objects), strict=True)
+        )
         by_url = dict(zip(urls, objects, strict=True))
         self._objects = [by_url.get(path) for path in paths]
         self._is_remote = np.array([each is not None for each in self._objects], np.bool_)
         super().__init__(paths, format, verify, tolerant, seen=seen, share=share)
-        self._opening.clear()
+        self._parsed.clear()
         self.description = "ranged reads"
 
-    def _open_shard(self, path: str, how: Opening) -> OpenShard:
+    def _open_file(self, path: str) -> int:
         if not is_url(path):
-            return super()._open_shard(path, how)
-        shard = self._opening[path]
-        fd = os.memfd_create("ffserve-remote", os.MFD_CLOEXEC)  # of nothing: no engine reads it
-        try:
-            return load_shard(shard, shard.path, fd, FileState(shard.size, 0, 0))
-        except BaseException:
-            os.close(fd)
-            raise
+            return super()._open_file(path)
+        return os.memfd_create("ffserve-remote", os.MFD_CLOEXEC)  # of nothing: no engine reads it
+
+    def _read_tables(
+        self, paths: list[str], fds: list[int], states: list[FileState], how: How
+    ) -> list[Tables]:
+        local = [k for k, path in enumerate(paths) if not is_url(path)]
+        names, own_fds = [paths[k] for k in local], [fds[k] for k in local]
+        found = iter(super()._read_tables(names, own_fds, [states[k] for k in local], how))
+        return [
+            Tables.of(self._parsed[path], how.max_chunk_size) if is_url(path) else next(found)
+            for path in paths
+        ]
 
     # ---- samples as they are in the file --------------------------------------------------
 
@@ -293,9 +298,9 @@ def _neighbours(starts: Int64s, ends: Int64s) -> Iterator[Int64s]:
     yield from np.split(order, edges)
 
 
-def _parsed(opened: RangedObject, how: Opening) -> formats.Shard:
+def _parsed(opened: RangedObject, how: How, seen: Callable[[int], object] | None) -> formats.Shard:
     read_at, size, name = opened.read_at(), opened.size, opened.shown
-    options = {"verify": how.verify, "tolerant": how.tolerant, "seen": how.seen}
+    options = {"verify": how.verify, "tolerant": how.tolerant, "seen": seen}
     return parsed(read_at, size, name, how.format, **options)  # type: ignore[arg-type]
 
 

@@ -1,9 +1,8 @@
 """Opening: files are checked, identified and read beside the loop, those of one message together.
 
-A data set may have ten thousand files, of which a client passes some hundred at a time. Each step
-is one call of C for all of them. Files that are small, or whose tables are, are read from their
-heads (`formats.base.Format.open_small`); others, and all that are not in order, are opened one by
-one (`shardfile.py`), which says what is wrong. Remote files are opened one by one as well.
+A data set may have ten thousand files, of which a client passes some hundred at a time. Their
+tables are read by `ffserve/reads/opening.py`, and entered into the directory. Remote files are
+opened one by one.
 
 A file system can hang in any call on its files, and an origin in any request, so all of this runs
 in threads. Who waits for a file that another session opens must not wait for the other files of
@@ -22,11 +21,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ffserve import formats, index_file
 from ffserve.cache.tables import Directory
-from ffserve.dataset import bound_lengths
 from ffserve.engine.io import open_direct_all
 from ffserve.engine.opening import (
     Int32s,
@@ -34,32 +30,18 @@ from ffserve.engine.opening import (
     States,
     clear_flags,
     close_fds,
-    read_pieces,
     stat_fds,
 )
 from ffserve.errors import FFServeError, ReadError
 from ffserve.files import os_error
-from ffserve.formats.base import (
-    HEAD_SIZE,
-    ChunkedShard,
-    Heads,
-    Shard,
-    SmallShards,
-    is_chunked,
-    needs_scan,
-    opens_small,
-)
-from ffserve.formats.tfrecord import FORMAT as TFRECORD
+from ffserve.reads.opening import How, OpenFiles, Tables, enter, read_single, read_together
 from ffserve.reads.page_cache import open_cached
 from ffserve.server.access import Peer, Rules
 from ffserve.server.domains import Domain
 from ffserve.server.remote import RemoteFiles, RemoteShard, Wanted, blocks_of
 from ffserve.server.shards import Identity, Key, OpenShard, PassedFile, Request
-from ffserve.shardfile import open_shard, scanned_as
 from ffserve.store.fetching import OpenObject
 
-SMALL_SIZE = 16 << 10
-"""Bytes of each file that are read at once: 4 MiB of a message of 253 descriptors."""
 JOIN_S = 1.0
 """How long a session waits for a file that waits for other files of another session. To open 253
 small files takes 30 ms, and longer where their file system is slow."""
@@ -89,14 +71,18 @@ class Opening:
 
 @dataclass(slots=True)
 class IdentifiedFiles:
-    """Passed files that were checked, by these rules. keys: of their shards. heads: of as many as
-    could be read."""
+    """Passed files that were checked, by these rules. opened: the same, with their heads. keys: of
+    their shards."""
 
     rules: Rules
     passed: list[PassedFile]
-    paths: list[str]
+    opened: OpenFiles
     keys: list[Key]
-    heads: Heads
+
+    @property
+    def paths(self) -> list[str]:
+        """Their names."""
+        return self.opened.paths
 
     @property
     def positions(self) -> list[int]:
@@ -154,26 +140,6 @@ class IdentifiedObjects:
 Identified: TypeAlias = IdentifiedFiles | IdentifiedObjects
 
 
-@dataclass(slots=True)
-class _Tables:
-    """The tables of a file, before it has numbers.
-
-    small, at: it was opened with others; the row of its first sample in their tables. single: it
-    was opened by itself.
-    """
-
-    format: str
-    count: int
-    kind: int
-    fingerprint: int
-    chunked: ChunkedShard | None
-    scanned: str | None
-    payload_size: int = 0
-    small: SmallShards | None = None
-    at: int = 0
-    single: Shard | None = None
-
-
 def close_passed(files: list[PassedFile]) -> None:
     """Close descriptors that clients passed. It may wait for their file systems."""
     fds = [fd for one in files for fd in (one.fd, one.index) if fd is not None and fd >= 0]
@@ -215,14 +181,14 @@ class Opener:
             # The tables are read through the page cache.
             with contextlib.suppress(OSError):
                 clear_flags(fds, os.O_DIRECT | os.O_NONBLOCK)
+            indexes = [one.index for one in passed]
             sizes = files.states["size"].copy()
-            heads, got, _ = read_pieces(fds, sizes, SMALL_SIZE)
-            names = _names(request, paths, heads, got, sizes)
+            opened = OpenFiles.of(fds.tolist(), paths, sizes, request.format, indexes)
             owners = domains_of(files)
         how = request.verify, request.tolerant
-        rows = zip(identities_of(files.states), names, owners, strict=True)
+        rows = zip(identities_of(files.states), opened.formats, owners, strict=True)
         keys: list[Key] = [(identity, name, *how, owner, -1) for identity, name, owner in rows]
-        return IdentifiedFiles(rules, passed, paths, keys, Heads(heads, got, sizes))
+        return IdentifiedFiles(rules, passed, opened, keys)
 
     # ---- their tables ---------------------------------------------------------------------------
 
@@ -251,7 +217,7 @@ class Opener:
         counts = [each.count for each in tables]
         bases = self._reserve(counts, domains)
         try:
-            self._fill(tables, bases, keys, paths)
+            enter(tables, bases, paths, self._directory)
             opened, alignments = _reopen(fds, paths)
         except BaseException:
             self._release(bases, counts, domains)
@@ -264,140 +230,22 @@ class Opener:
 
     def _read(
         self, request: Request, files: IdentifiedFiles, rows: list[int], opening: Opening
-    ) -> list[_Tables]:
+    ) -> list[Tables]:
         """Return the tables of the first files, at least one."""
-        found: dict[int, _Tables] = {}
-        by_name: dict[str, list[int]] = {}
-        for k in rows:
-            name = files.keys[k][1]
-            if name and not request.tolerant and k < len(files.heads.got):
-                by_name.setdefault(name, []).append(k)
-        for name, some in by_name.items():
-            self._read_small(request, name, files, some, found)
-            if name == TFRECORD.name:
-                self._read_indexed(files, [k for k in some if k not in found], found)
-        tables: list[_Tables] = []
+        how = How(
+            request.format, request.verify, request.tolerant, self.max_chunk_size, keep="inode"
+        )
+        found = read_together(files.opened, rows, how)
+        tables: list[Tables] = []
         begun = time.monotonic()
         for k in rows:
             single = k not in found
             if single and time.monotonic() - begun > SINGLY_S:
                 break
             opening.current = files.keys[k] if single else None
-            tables.append(self._read_single(request, files, k) if single else found[k])
+            tables.append(read_single(files.opened, k, how) if single else found[k])
         opening.current = None
         return tables
-
-    def _read_small(
-        self,
-        request: Request,
-        name: str,
-        files: IdentifiedFiles,
-        rows: list[int],
-        found: dict[int, _Tables],
-    ) -> None:
-        """Read the tables that are in the heads."""
-        chosen = formats.by_name(name)
-        if not opens_small(chosen):
-            return
-        paths = [files.paths[k] for k in rows]
-        small = chosen.open_small(files.heads.take(rows), paths, verify=request.verify)
-        self._enter_small(name, files, rows, small, found)
-
-    def _enter_small(
-        self,
-        name: str,
-        files: IdentifiedFiles,
-        rows: list[int],
-        small: SmallShards,
-        found: dict[int, _Tables],
-    ) -> None:
-        scanned = name if needs_scan(formats.by_name(name)) else None
-        chunked = small.chunked or [None] * len(rows)
-        columns = small.done, small.counts, np.cumsum(small.counts), small.payload_sizes
-        lists = (each.tolist() for each in columns)
-        each = zip(rows, *lists, small.fingerprints, small.kinds, chunked, strict=True)
-        for k, done, count, end, payload_size, fingerprint, kind, shard in each:
-            if not done:
-                continue
-            if shard is not None and max(payload_size, files.keys[k][0][2]) > self.max_chunk_size:
-                shard.limit(self.max_chunk_size)
-                payload_size = int(shard.chunks.sizes.sum())
-            found[k] = _Tables(
-                format=name,
-                count=count,
-                kind=kind,
-                fingerprint=fingerprint,
-                chunked=shard,
-                scanned=scanned,
-                payload_size=payload_size,
-                small=small,
-                at=end - count,
-            )
-
-    def _read_indexed(
-        self, files: IdentifiedFiles, rows: list[int], found: dict[int, _Tables]
-    ) -> None:
-        """Read the tables of TFRecord files that have small index files of the client's."""
-        sizes, got = files.heads.sizes, files.heads.got
-        rows = [
-            k
-            for k in rows
-            if files.passed[k].index is not None
-            and sizes[k] >= index_file.MIN_INDEXED_SIZE
-            and got[k] == SMALL_SIZE
-        ]
-        if not rows:
-            return
-        heads = files.heads.take(rows)
-        fds = np.array([files.passed[k].fd for k in rows], np.int32)
-        indexes = np.array([files.passed[k].index for k in rows], np.int32)
-        states, gone = stat_fds(fds)
-        about, lost = stat_fds(indexes)
-        begins = heads.sizes - index_file.END_SIZE
-        tails, tail_sizes, unread = read_pieces(fds, heads.sizes, index_file.END_SIZE, begins)
-        index_sizes = about["size"].copy()
-        content, content_sizes, failed = read_pieces(indexes, index_sizes, SMALL_SIZE)
-        if gone or lost or unread or failed or (tail_sizes < index_file.END_SIZE).any():
-            return  # one by one it becomes clear which file it is
-        done, counts, tables = index_file.decode_small(
-            content, content_sizes, index_sizes, heads.sizes, states["mtime"].copy(),
-            heads.bytes, tails,
-        )  # fmt: skip
-        # Older ones are compared with the file, and newer ones in the cache count.
-        fresh = states["ctime"] <= about["mtime"]
-        fresh &= index_file.are_trusted(about["mode"], about["uid"], states["uid"])
-        inodes = zip(states["device"].tolist(), states["inode"].tolist(), strict=True)
-        fresh &= ~np.array(index_file.are_cached(inodes), np.bool_)
-        small = TFRECORD.small_shards(done, counts, tables, heads.sizes)
-        small.done = done & fresh
-        self._enter_small(TFRECORD.name, files, rows, small, found)
-
-    def _read_single(self, request: Request, files: IdentifiedFiles, k: int) -> _Tables:
-        key, path = files.keys[k], files.paths[k]
-        parsed = open_shard(
-            files.passed[k].fd,
-            path,
-            key[1],
-            verify=request.verify,
-            tolerant=request.tolerant,
-            keep="inode",
-            passed_index=files.passed[k].index,
-        )
-        return self._tables_of(parsed, scanned_as(parsed))
-
-    def _tables_of(self, shard: Shard, scanned: str | None) -> _Tables:
-        chunked = shard if is_chunked(shard) else None
-        if chunked is not None:
-            chunked.limit(self.max_chunk_size)
-        return _Tables(
-            format=shard.format,
-            count=shard.count,
-            kind=shard.checksum_kind,
-            fingerprint=shard.fingerprint,
-            single=shard,
-            chunked=chunked,
-            scanned=scanned,
-        )
 
     # ---- remote files ---------------------------------------------------------------------------
 
@@ -407,11 +255,11 @@ class Opener:
         path, key, opened = files.paths[row], files.keys[row], files.objects[row]
         assert opened is not None
         shard = files.remote.parse(opened, request.format, request.verify, request.tolerant)
-        tables = self._tables_of(shard, None)
+        tables = Tables.of(shard, self.max_chunk_size)
         (base,) = self._reserve([shard.count], [domain])
         fd = -1
         try:
-            self._load(tables, base, shard.size, path)
+            enter([tables], [base], [path], self._directory)
             rows = slice(base, base + shard.count)
             directory = self._directory
             offsets = directory.offsets[rows].astype(np.int64)
@@ -440,7 +288,7 @@ class Opener:
     @staticmethod
     def _shard(
         request: Request,
-        tables: _Tables,
+        tables: Tables,
         key: Key,
         path: str,
         base: int,
@@ -494,55 +342,12 @@ class Opener:
             for base, count, domain in zip(bases, counts, domains, strict=True):
                 self._directory.release(base, count, domain.number)
 
-    def _fill(
-        self, tables: list[_Tables], bases: list[int], keys: list[Key], paths: list[str]
-    ) -> None:
-        """Enter tables under their numbers."""
-        begin = 0
-        for k, each in enumerate(tables):
-            following = tables[k + 1] if k + 1 < len(tables) else None
-            if each.single is not None:
-                self._load(each, bases[k], keys[k][0][2], paths[k])
-            elif (
-                following is not None
-                and following.small is each.small
-                and following.at == each.at + each.count
-                and bases[k + 1] == bases[k] + each.count
-            ):
-                continue
-            else:
-                self._copy(tables[begin], bases[begin], each.at + each.count)
-            begin = k + 1
-
-    def _copy(self, first: _Tables, base: int, end: int) -> None:
-        """Enter the rows up to `end` of shards that were opened together."""
-        small, directory = first.small, self._directory
-        assert small is not None
-        rows, run = slice(first.at, end), slice(base, base + end - first.at)
-        directory.offsets[run], directory.checksums[run] = (
-            small.offsets[rows],
-            small.checksums[rows],
-        )
-        directory.set_lengths(base, small.lengths[rows])
-
-    def _load(self, tables: _Tables, base: int, size: int, path: str) -> None:
-        """Enter the tables of a shard that was opened by itself."""
-        shard, directory, end = tables.single, self._directory, base + tables.count
-        assert shard is not None
-        lengths = np.empty(tables.count, np.uint64)
-        shard.load(directory.offsets[base:end], lengths, directory.checksums[base:end])
-        if tables.chunked is None:
-            bound_lengths(directory.offsets[base:end], lengths, size, path)
-        directory.set_lengths(base, lengths)
-        chunked = tables.chunked
-        tables.payload_size = int((lengths if chunked is None else chunked.chunks.sizes).sum())
-
     def _open_cached(
         self,
         fds: Int32s,
         alignments: Int64s,
         bases: list[int],
-        tables: list[_Tables],
+        tables: list[Tables],
         keys: list[Key],
     ) -> Int32s:
         """Return `page_cache.open_cached` of the files with direct I/O, while there are descriptors
@@ -581,22 +386,6 @@ def identities_of(states: States) -> list[Identity]:
     """Return the identities of files."""
     names = "device", "inode", "size", "mtime", "ctime"
     return list(zip(*(states[name].tolist() for name in names), strict=True))
-
-
-def _names(
-    request: Request, paths: list[str], heads: NDArray[np.uint8], got: Int64s, sizes: Int64s
-) -> list[str | None]:
-    """Return the formats of files, detected so that naming them or not leads to the same shards.
-    None: parsing reports what is wrong."""
-    if request.format:
-        return [request.format] * len(paths)
-    names: list[str | None] = [None] * len(paths)
-    rows = zip(paths, got.tolist(), sizes.tolist(), strict=False)
-    for k, (path, there, size) in enumerate(rows):
-        with contextlib.suppress(FFServeError):
-            head = heads[k, : min(there, HEAD_SIZE)].tobytes()
-            names[k] = formats.detect(head, path, size).name
-    return names
 
 
 def _check_unchanged(fds: Int32s, keys: list[Key], paths: list[str]) -> None:

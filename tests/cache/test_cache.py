@@ -30,7 +30,6 @@ from ffserve.cache.arena import (
 )
 from ffserve.cache.cache import Cache, Fetch, Load
 from ffserve.cache.tables import LARGEST_SHARED_BLOCK, Directory, ShardTable
-from ffserve.dataset import bound_lengths
 from ffserve.engine.slots import FREE, RESIDENT
 from ffserve.errors import (
     STATUS_ARENA_BUSY,
@@ -42,6 +41,7 @@ from ffserve.errors import (
 )
 from ffserve.formats.base import UNKNOWN_LENGTH
 from ffserve.memfd import HUGE_PAGE, SharedMemory, map_read_only
+from ffserve.reads.opening import bound_lengths
 from ffserve.server.scheduler import (
     GIVE_UP_S,
     MOST_UNACKNOWLEDGED,

@@ -31,7 +31,7 @@ from daemon import (
 import ffserve
 from ffserve import formats, protocol
 from ffserve.errors import ChecksumError, FFServeError, FormatError, MissingFile, ReadError
-from ffserve.server.opening import SMALL_SIZE
+from ffserve.reads.opening import SMALL_SIZE
 from ffserve.server.server import USER_OPENINGS
 from ffserve.testing import written
 
@@ -238,7 +238,7 @@ def test_who_sent_a_file_behind_one_that_is_scanned_for_long_held_up_its_first_o
     begin.touch()
     patch = f"""
 import os, time
-import ffserve.server.opening as o
+import ffserve.reads.opening as o
 real = o.open_shard
 def slowly(fd, path, *arguments, **options):
     with open({str(log)!r}, "a") as out:

@@ -18,12 +18,12 @@ LAYERS = {
     "engine": "",
     "formats": "engine",
     # what every read is
-    "reads": "engine formats",
+    "reads": "engine formats index_file shardfile",
     # files
     "files": "formats",
     "memfd": "files",
     "store": "config engine formats memfd files index_file shardfile",
-    "dataset": "engine formats files store",
+    "dataset": "engine files store",
     "output": "files",
     "index_file": "engine formats files",
     "shardfile": "engine formats files index_file",
@@ -31,7 +31,7 @@ LAYERS = {
     # the daemon
     "cache": "reads engine formats memfd",
     "server": "machine protocol socket_path config engine formats reads dataset "
-    "files memfd index_file shardfile cache store",
+    "files memfd shardfile cache store",
     # the client
     "client": "machine protocol socket_path engine formats reads dataset files memfd index_file "
     "shardfile store",
@@ -48,7 +48,7 @@ LAYERS = {
     "torch": "order mixture packing engine client compat",
     "spark": "arrow",
     "ray": "formats arrow reader",
-    "testing": "engine formats dataset",
+    "testing": "engine formats reads",
     "tensorflow grain hf": "formats dataset writer client reader compat example",
     "fileio package recordio utils": "compat",
     # files for programs
