@@ -788,14 +788,7 @@ class Catalog:
         Nothing happens if it has been closed meanwhile."""
         if self._open.get(shard.key) is shard and not shard.stale:
             shard.stale = True
-            self._inventory.remove_shard(shard.base)
-            self._drop_aliases(shard)
-            tables = [self._open, self._idle] if shard.key in self._idle else [self._open]
-            for table in tables:
-                del table[shard.key]
-            shard.key = (*shard.key[:5], shard.base)
-            for table in tables:
-                table[shard.key] = shard
+            self._set_apart(shard)
 
     def _drop_aliases(self, shard: OpenShard) -> None:
         domain = self._aliases.get(shard.key[4], {})
