@@ -387,7 +387,8 @@ def test_a_program_that_a_signal_ends_gives_its_code(data: Path, place: Path) ->
 def test_programs_die_with_the_run(data: Path, place: Path) -> None:
     process = start(
         place, "--input-strategy", "stream", "--input", f"{data}/part-*", "--stream-epochs", 10**9,
-        *shell("echo $$ > pid; cat > /dev/null; echo complete > marker"),
+        # Data come when all that protects the program is there.
+        *shell("read first; echo $$ > pid; cat > /dev/null; echo complete > marker"),
     )  # fmt: skip
     pid = int(wait_for(place / "pid"))
     process.kill()
