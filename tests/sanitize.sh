@@ -11,7 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 kind=${1:?address or thread}
 shift
 tests=(tests/engine/test_engine.py tests/engine/test_direct_reply.py tests/engine/test_shm.py tests/engine/test_codec.py tests/formats/test_tfrecord_format.py)
-tests+=(tests/engine/test_arrays.py tests/cache/test_slots.py tests/cache/test_next_use.py tests/formats/test_recordio_scan.py tests/engine/test_decoding.py tests/engine/test_fuse.py)
+tests+=(tests/engine/test_arrays.py tests/cache/test_slots.py tests/cache/test_next_use.py tests/formats/test_recordio_scan.py tests/reads/test_chunks.py tests/engine/test_fuse.py)
 tests+=(tests/formats/test_tfrecord_compressed.py tests/unit/test_columns.py)
 folder=build/$kind
 case $kind in
