@@ -90,7 +90,7 @@ class PartlyRead:
 @dataclass(slots=True)
 class LocalRequest:
     """A request of which an engine reads a batch: the samples at `positions`. None: nothing is left
-    to read. parts: of windows, which all of its samples come from. coming: what is read of the
+    to read. windows, parts: what all of its samples come from. coming: what is read of the
     others by ranges (`ranged.py`)."""
 
     indices: Int64s
@@ -98,6 +98,7 @@ class LocalRequest:
     positions: Int64s
     batch: EngineBatch | None
     engine: Engine
+    windows: Windows | None = None
     parts: list[Part] = field(default_factory=list)
     coming: PartlyRead | None = None
 
@@ -405,7 +406,7 @@ class LocalSource:
             windows = self._windows
             if windows is not None and (parts := windows.take(indices)) is not None:
                 target = self._target(self._edges(indices), apart, out)
-                return LocalRequest(indices, target, indices[:0], None, engine, parts)
+                return LocalRequest(indices, target, indices[:0], None, engine, windows, parts)
             if self._chunked:
                 inside = self._in_chunks[self.layout.shards(indices)]
                 if inside.any():
@@ -494,9 +495,9 @@ class LocalSource:
                 raise ServerUnavailable("the process forked while a read was on its way")
             if isinstance(request, ChunkedRequest):
                 return self._collect_chunked(request)
-            if request.parts and self._windows is not None:
+            if request.windows is not None:  # another order may be followed by now
                 self._add(len(request.indices), int(request.target.offsets[-1]))
-                return self._windows.copy(request.parts, request.target)
+                return request.windows.copy(request.parts, request.target)
             return self._collect(request)
         finally:
             self._detach()

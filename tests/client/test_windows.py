@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -333,3 +334,17 @@ def test_threads_that_share_a_reader_get_their_own_samples(path: str) -> None:
             thread.join()
         assert not failed
         assert reader.stats()["bytes"] == sum(len(content(i)) for i in range(COUNT))
+
+
+def test_a_request_out_of_windows_was_empty_when_another_order_had_none(path: str) -> None:
+    order = order_of()
+    with ffserve.open(path, server="off") as reader:
+        reader.announce(order)
+        first = order[:64]
+        source = reader._selector.current()
+        pending = source.start(first, apart=False)
+        reader.announce(np.random.default_rng(3).permutation(COUNT))
+        assert not source.finish(pending)
+        buffer, offsets = pending.target.buffer, pending.target.offsets
+        assert buffer is not None
+        check(first, [buffer[a:b] for a, b in pairwise(offsets.tolist())])
