@@ -21,7 +21,7 @@ from rich.text import Text
 from ffserve.cli.terminal import counted, duration, percent, write_lines
 from ffserve.config import format_size
 from ffserve.errors import printable
-from ffserve.server.overview import (
+from ffserve.server.status.overview import (
     FileRow,
     JobRow,
     LineRow,

@@ -82,7 +82,7 @@ def serve(config_path: str | None, check: bool, handover: bool, **settings: Any)
     ignored: list[str] = []
     config = load(ignored)
 
-    from ffserve.server import daemon
+    from ffserve.server.life import daemon
 
     if check:
         daemon.check(config, ignored)

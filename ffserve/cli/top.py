@@ -28,7 +28,7 @@ from ffserve.cli.options import socket_option
 from ffserve.cli.terminal import BARS, duration
 from ffserve.client.connection import Connection
 from ffserve.errors import FFServeError, UsageError, printable
-from ffserve.server.overview import JobRow, Overview, Totals, overview
+from ffserve.server.status.overview import JobRow, Overview, Totals, overview
 from ffserve.socket_path import find_socket
 
 LEAST_INTERVAL_S, MOST_INTERVAL_S = 0.2, 3600.0

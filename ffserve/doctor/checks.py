@@ -21,7 +21,7 @@ from ffserve.doctor.probe import closed_part
 from ffserve.doctor.resources import Found
 from ffserve.errors import FFServeError, ProtocolError, UsageError
 from ffserve.memfd import can_map
-from ffserve.server.daemon import common_fault, group_of, http_module
+from ffserve.server.life.daemon import common_fault, group_of, http_module
 
 SYSTEMCTL_TIMEOUT_S = 5
 ALONE = "Jobs read by themselves, and share nothing."

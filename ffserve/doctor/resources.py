@@ -25,8 +25,8 @@ from ffserve.engine.io import KINDS, refusal
 from ffserve.errors import ReadError
 from ffserve.machine import cgroup_directories, free_memory, memory_limits
 from ffserve.memfd import HUGE_PAGE, SharedMemory, can_map
-from ffserve.server.daemon import OWN_SIZE, file_limit_fault, memory_fault
-from ffserve.server.server import RESERVED_SESSIONS, most_sessions
+from ffserve.server.life.daemon import OWN_SIZE, file_limit_fault, memory_fault
+from ffserve.server.sessions.server import RESERVED_SESSIONS, most_sessions
 
 Found: TypeAlias = Iterator[str | Finding]
 

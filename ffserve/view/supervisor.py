@@ -32,7 +32,7 @@ from ffserve.compat.folder_index import Folder
 from ffserve.dataset import PathLike, ShardInfo, expand_paths
 from ffserve.errors import FFServeError, ReadError, UsageError
 from ffserve.files import open_regular, raise_file_limit
-from ffserve.server.access import everybody_may_read
+from ffserve.server.users.access import everybody_may_read
 from ffserve.store.urls import is_url
 from ffserve.view import kernel, mounting
 from ffserve.view.serving import THREADS, Running, Server, ViewFile

@@ -42,7 +42,7 @@ from ffserve.errors import (
 from ffserve.formats.base import UNKNOWN_LENGTH
 from ffserve.memfd import HUGE_PAGE, SharedMemory, map_read_only
 from ffserve.reads.opening import bound_lengths
-from ffserve.server.scheduler import (
+from ffserve.server.reading.scheduler import (
     GIVE_UP_S,
     MOST_UNACKNOWLEDGED,
     PIN_GRACE_S,
@@ -53,7 +53,7 @@ from ffserve.server.scheduler import (
     SampleRequest,
     Scheduler,
 )
-from ffserve.server.users import ACTIVE_S, User
+from ffserve.server.users.shares import ACTIVE_S, User
 
 Int64s = NDArray[np.int64]
 KIB, MIB = 1 << 10, 1 << 20

@@ -16,7 +16,7 @@ from ffserve.cache.orders import Order
 from ffserve.cache.prefetch import PIECE_COUNT, RETRY_S, Piece, Prefetcher
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.order import epoch_order
-from ffserve.server.scheduler import Scheduler
+from ffserve.server.reading.scheduler import Scheduler
 
 COUNT, ARENA = 4096, 16 << 20
 

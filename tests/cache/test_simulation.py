@@ -36,18 +36,18 @@ from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT
 from ffserve.errors import Failure, ProtocolError
 from ffserve.memfd import MemoryFile, SharedMemory
 from ffserve.protocol import Message
-from ffserve.server.access import Peer
-from ffserve.server.datasets import Steps
-from ffserve.server.domains import Domain, Domains
-from ffserve.server.log import RepeatedLines
-from ffserve.server.outbox import MemoryMessage
-from ffserve.server.prepared import Claims, Preparations
-from ffserve.server.resize import Resizing
-from ffserve.server.scheduler import GIVE_UP_S, Lease, Owner, Scheduler
-from ffserve.server.session import Session
-from ffserve.server.state import COUNTERS, Job, ServerState
-from ffserve.server.statistics import Rates, Statistics
-from ffserve.server.users import User
+from ffserve.server.life.log import RepeatedLines
+from ffserve.server.life.resize import Resizing
+from ffserve.server.prepared.claims import Claims, Preparations
+from ffserve.server.reading.scheduler import GIVE_UP_S, Lease, Owner, Scheduler
+from ffserve.server.reading.statistics import Rates, Statistics
+from ffserve.server.sessions.datasets import Steps
+from ffserve.server.sessions.outbox import MemoryMessage
+from ffserve.server.sessions.session import Session
+from ffserve.server.sessions.state import COUNTERS, Job, ServerState
+from ffserve.server.users.access import Peer
+from ffserve.server.users.domains import Domain, Domains
+from ffserve.server.users.shares import User
 
 Int64s = NDArray[np.int64]
 MIB = 1 << 20

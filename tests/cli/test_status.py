@@ -19,10 +19,10 @@ from daemon import Daemon, Raw, damage, ready, sample, serving, until, write
 from ffserve import protocol
 from ffserve.cli.screen import amount
 from ffserve.errors import ChecksumError, ProtocolError
-from ffserve.server import report
-from ffserve.server.log import LatestLines
-from ffserve.server.overview import overview
-from ffserve.server.statistics import RATE_S, Rates
+from ffserve.server.life.log import LatestLines
+from ffserve.server.reading.statistics import RATE_S, Rates
+from ffserve.server.status import report
+from ffserve.server.status.overview import overview
 
 COUNT, SIZE = 60, 5000
 TRUTH = [sample(index, [SIZE]) for index in range(COUNT)]
@@ -112,7 +112,7 @@ def test_a_title_that_is_no_short_text_is_refused(daemon: Daemon, about: dict[st
 def test_errors_are_red_and_slow_files_and_the_log_are_shown(tmp_path: Path) -> None:
     path, chunks = (write(tmp_path / name, TRUTH) for name in ("a.ffr", "a.recordio"))
     damage(path, 3)
-    patch = "import ffserve.server.io; ffserve.server.io.SLOW_READ_S = 0.0"
+    patch = "import ffserve.server.reading.io; ffserve.server.reading.io.SLOW_READ_S = 0.0"
     with serving(patch=patch) as daemon, daemon.open([path]) as reader:
         shown, text = on_screen(daemon)
         assert "errors    none" in text and "\x1b[31m" not in shown

@@ -160,7 +160,7 @@ def test_a_daemon_whose_socket_a_service_manager_holds(
 
 SLOW = """
 import asyncio
-from ffserve.server.server import Server
+from ffserve.server.sessions.server import Server
 original = Server.drain
 async def drain(self, patience_s):
     await asyncio.sleep(4)

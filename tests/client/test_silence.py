@@ -22,7 +22,8 @@ from ffserve.errors import ServerUnavailable
 COUNT = 40
 SLOW_DISK = """
 import asyncio
-from ffserve.server import io, server
+from ffserve.server.reading import io
+from ffserve.server.sessions import server
 server.ALIVE_INTERVAL_S = 0.2
 submit = io.Engines.submit
 io.Engines.submit = lambda *args: asyncio.get_running_loop().call_later(4.5, submit, *args)
@@ -158,7 +159,9 @@ def _takes_a_while(slow: Daemon, path: str) -> None:
 
 @pytest.mark.usefixtures("impatient")
 async def test_a_loop_that_was_held_up_does_not_blame_the_daemon(path: str) -> None:
-    with serving(patch="from ffserve.server import server; server.ALIVE_INTERVAL_S = 0.2") as own:
+    with serving(
+        patch="from ffserve.server.sessions import server; server.ALIVE_INTERVAL_S = 0.2"
+    ) as own:
         async with aio.open(path, server=own.socket) as reader:
             reading = asyncio.ensure_future(reader.read([7]))
             await asyncio.sleep(0)

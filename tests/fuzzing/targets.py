@@ -31,8 +31,8 @@ with atheris.instrument_imports(include=["ffserve"]):
     from ffserve.files import read_at_of
     from ffserve.formats.base import ScannedFormat
     from ffserve.formats.tfcompressed import CompressedShard
-    from ffserve.server.server import Server
-    from ffserve.server.state import ServerState
+    from ffserve.server.sessions.server import Server
+    from ffserve.server.sessions.state import ServerState
 
 FORMATS = (None, "ffrecord", "recordio", "tfrecord")
 FOLDER = Path("/dev/shm/ffserve-fuzzing")

@@ -159,7 +159,9 @@ def test_a_wheel_needs_an_old_glibc_and_nothing_else(architecture: str) -> None:
     assert {Path(n).name for n in names if ".dist-info/licenses/" in n} == LICENCES
     modules = {name for name in names if name.endswith(".so")}
     assert modules == {f"ffserve/engine/{m}.abi3.so" for m in ("_arrays", "_core")}
-    assert "ffserve/systemd/ffserve.toml" in names and "ffserve/server/assets/page.js" in names
+    assert (
+        "ffserve/systemd/ffserve.toml" in names and "ffserve/server/status/assets/page.js" in names
+    )
 
 
 @pytest.mark.parametrize("name", RELEASES)

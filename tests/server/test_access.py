@@ -123,7 +123,7 @@ def test_an_acl_that_allows(daemon: Daemon, folder: Path) -> None:
 def test_a_daemon_needs_no_permission_of_its_own(folder: Path) -> None:
     """Files without tables too, of which it keeps index files, and damage that it explains."""
     patch = (
-        "import os, uvloop, ffserve.cli.serve, ffserve.server.daemon, ffserve.cli.terminal\n"
+        "import os, uvloop, ffserve.cli.serve, ffserve.server.life.daemon, ffserve.cli.terminal\n"
         f"os.setgroups([]); os.setgid({BOB}); os.setuid({BOB})"
     )
     large = [bytes([i]) * 30_000 for i in range(60)]
@@ -446,7 +446,9 @@ def test_a_proxy_that_passes_no_descriptors(daemon: Daemon, folder: Path, tmp_pa
 
 def test_a_client_that_never_answers_blocks_no_other_opening(folder: Path) -> None:
     path = write(folder / "silent.ffr", TRUTH)
-    patch = "import ffserve.server.server as s; s.FILES_TIMEOUT_S = 3.0; s.LANE_TIMEOUT_S = 30"
+    patch = (
+        "import ffserve.server.sessions.server as s; s.FILES_TIMEOUT_S = 3.0; s.LANE_TIMEOUT_S = 30"
+    )
     with serving(patch=patch) as daemon, contextlib.ExitStack() as stack:
         silent = [stack.enter_context(Raw(daemon.socket)) for _ in range(6)]
         for raw in silent:
@@ -464,7 +466,7 @@ def test_a_client_that_never_answers_blocks_no_other_opening(folder: Path) -> No
 def test_an_opening_that_waits_too_long_for_others_of_its_user_fails(folder: Path) -> None:
     """On Python 3.10 it was an internal error: asyncio had a TimeoutError of its own."""
     path = write(folder / "waits.ffr", TRUTH)
-    patch = "import ffserve.server.server as s; s.LANE_TIMEOUT_S = 0.5"
+    patch = "import ffserve.server.sessions.server as s; s.LANE_TIMEOUT_S = 0.5"
     with serving(patch=patch) as daemon, contextlib.ExitStack() as stack:
         *silent, late = [stack.enter_context(Raw(daemon.socket)) for _ in range(5)]
         for raw in silent:
@@ -551,7 +553,7 @@ def test_a_daemon_without_descriptors_says_so(folder: Path) -> None:
         write(few / f"{k:03}.ffr", [b"x"])
     patch = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
-        "import ffserve.server.catalog as c; real = c.Catalog.__init__\n"
+        "import ffserve.server.files.catalog as c; real = c.Catalog.__init__\n"
         "def more(self, *a):\n    real(self, *a); self._most_open = 1000; self._most_asked = 253\n"
         "c.Catalog.__init__ = more"
     )

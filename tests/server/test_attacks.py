@@ -30,7 +30,7 @@ from daemon import Daemon, Raw, asking, get, serving, until, write
 import ffserve
 from ffserve import protocol
 from ffserve.client.connection import status
-from ffserve.server.server import Server
+from ffserve.server.sessions.server import Server
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("setpriv") is None,
@@ -160,7 +160,7 @@ def test_a_message_that_came_byte_by_byte_woke_the_loop_for_each_byte(tmp_path: 
         return int(size)
 
     path = write(tmp_path / "a.ffr", [b"x"])
-    patch = "import ffserve.server.server as server; server.TRICKLE_PAUSE_S = 2.0"
+    patch = "import ffserve.server.sessions.server as server; server.TRICKLE_PAUSE_S = 2.0"
     with serving(patch=patch) as daemon, Raw(daemon.socket) as raw, Raw(daemon.socket) as other:
         frame = protocol.encode(get(2, raw.open(path).dataset, [0]))
         begun = time.monotonic()

@@ -7,10 +7,10 @@ import random
 import numpy as np
 import pytest
 
-import ffserve.server.prepared
+import ffserve.server.prepared.claims
 from ffserve.cache.tables import Directory
 from ffserve.protocol import ELSEWHERE, READABLE, UNSHARED, YOURS
-from ffserve.server.prepared import CLAIM_S, Claims, Preparation, Preparations, Waiting
+from ffserve.server.prepared.claims import CLAIM_S, Claims, Preparation, Preparations, Waiting
 
 COUNT = 12
 TABLES = ["_claims", "_awaited", "_held", "_waiting", "_amounts"]
@@ -210,7 +210,7 @@ def test_samples_that_cost_nothing_ended_the_daemon() -> None:
 
 
 def test_a_user_has_claimed_as_much_as_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ffserve.server.prepared, "MOST_OF_USER", 100)
+    monkeypatch.setattr(ffserve.server.prepared.claims, "MOST_OF_USER", 100)
     world = World()
     assert world.claim("a", *range(200)) == [YOURS] * 100 + [UNSHARED] * 100
     assert world.claim("b", 0, 150) == [ELSEWHERE, YOURS], "another user"
@@ -222,7 +222,7 @@ def test_a_user_has_claimed_as_much_as_there_is_memory(monkeypatch: pytest.Monke
 def test_a_user_who_waits_for_too_much_prepares_for_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ffserve.server.prepared, "MOST_OF_USER", 2 * 64 + 3)
+    monkeypatch.setattr(ffserve.server.prepared.claims, "MOST_OF_USER", 2 * 64 + 3)
     world = World()
     world.claim("a", 1, 2)
     for _ in range(3):

@@ -132,9 +132,9 @@ def test_another_file_with_the_identity_of_a_closed_one(tmp_path: Path) -> None:
     first = write(tmp_path / "a.ffr", [b"one", b"two"])
     second = write(tmp_path / "b.ffr", [b"1ne", b"2wo"])
     patch = (
-        "import ffserve.server.opening as o\nreal = o.identities_of\n"
+        "import ffserve.server.files.opening as o\nreal = o.identities_of\n"
         "o.identities_of = lambda s: [(device, 7, size, 7, 7) for device, _, size, *_ in real(s)]\n"
-        "import ffserve.server.catalog as c\nc._ended_of = lambda shards: []"
+        "import ffserve.server.files.catalog as c\nc._ended_of = lambda shards: []"
     )
     with serving(options=SOON, patch=patch) as daemon:
         assert read_all(daemon, first) == [b"one", b"two"]
@@ -163,7 +163,7 @@ def test_closed_shards_give_way_when_memory_is_needed(tmp_path: Path) -> None:
 
 def test_only_so_many_closed_shards_are_kept(tmp_path: Path) -> None:
     paths = [write(tmp_path / f"{k:02}.ffr", [b"%d" % k] * 5) for k in range(30)]
-    patch = "import ffserve.server.catalog as c; c.MOST_CLOSED = 10; c.DROP_COUNT = 2"
+    patch = "import ffserve.server.files.catalog as c; c.MOST_CLOSED = 10; c.DROP_COUNT = 2"
     with serving(options=SOON, patch=patch) as daemon:
         for path in paths:
             read_all(daemon, path)
@@ -177,7 +177,7 @@ def test_only_so_many_closed_shards_are_kept(tmp_path: Path) -> None:
 def test_jobs_that_come_and_go_while_files_are_closed(tmp_path: Path) -> None:
     """Every second all idle shards are closed, in the middle of whatever else happens."""
     paths = [write(tmp_path / f"{k}.ffr", [sample(i, seed=k) for i in range(20)]) for k in range(6)]
-    patch = "import ffserve.server.server as s; s.TEND_INTERVAL_S = 0.002"
+    patch = "import ffserve.server.sessions.server as s; s.TEND_INTERVAL_S = 0.002"
     program = """
 import sys, random, ffserve
 sys.path.insert(0, sys.argv[2])
@@ -256,7 +256,7 @@ def size_of_tables(daemon: Daemon) -> int:
     return size
 
 
-AT_ONCE = "import ffserve.server.server as s; s.TEND_INTERVAL_S = 0.02"
+AT_ONCE = "import ffserve.server.sessions.server as s; s.TEND_INTERVAL_S = 0.02"
 
 
 @pytest.mark.parametrize("way", ["rewritten", "renamed", "deleted"])

@@ -721,7 +721,9 @@ threading.Event().wait()
 def test_clients_that_ended_with_unread_replies_were_kept_for_ever(last: bytes) -> None:
     """Their end is an error of the socket, after which uvloop reports nothing more of it: what came
     before the end was received, the end was not."""
-    with serving(patch="import ffserve.server.server as s; s.ALIVE_INTERVAL_S = 0.2") as daemon:
+    with serving(
+        patch="import ffserve.server.sessions.server as s; s.ALIVE_INTERVAL_S = 0.2"
+    ) as daemon:
         daemon.status()
         before = daemon.fd_count()
         clients = [Raw(daemon.socket) for _ in range(3)]
@@ -743,7 +745,8 @@ def test_requests_longer_than_a_slice_changed_the_watch_twice(tmp_path: Path) ->
     slice."""
     counted = tmp_path / "counted"
     patch = (
-        "import atexit, pathlib, ffserve.server.server as s, ffserve.server.turns as t\n"
+        "import atexit, pathlib\n"
+        "from ffserve.server.sessions import server as s, turns as t\n"
         "t.SLICE_S, changes, real = 0.0, [], s.ClientConnection._watch\n"
         "def watch(self, reading):\n"
         "    changes.extend([reading] * (reading != self._reading))\n"
@@ -761,7 +764,7 @@ def test_requests_longer_than_a_slice_changed_the_watch_twice(tmp_path: Path) ->
 def test_idle_shards_give_up_their_descriptors_for_new_ones(tmp_path: Path) -> None:
     """Several clients at once; a shard may be opened again while it is dropped in steps."""
     patch = (
-        "import resource, ffserve.server.catalog as c; c.DROP_COUNT = 2\n"
+        "import resource, ffserve.server.files.catalog as c; c.DROP_COUNT = 2\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))"
     )
     truth = [[sample(5 * k + i) for i in range(5)] for k in range(300)]

@@ -361,9 +361,9 @@ import numpy as np
 from ffserve import protocol
 from ffserve.cache.orders import done
 from ffserve.config import ServerConfig
-from ffserve.server.access import Peer
-from ffserve.server.report import status
-from ffserve.server.state import ServerState
+from ffserve.server.users.access import Peer
+from ffserve.server.status.report import status
+from ffserve.server.sessions.state import ServerState
 state = ServerState(ServerConfig(arena_size_bytes=16 << 20))
 for k in range(5000):
     job = state.job(f"{k:0200}", 0.0, 0)
@@ -383,10 +383,10 @@ import asyncio
 import numpy as np
 from ffserve.cache.orders import done
 from ffserve.config import ServerConfig
-from ffserve.server.access import Peer
-from ffserve.server.report import status
-from ffserve.server.shards import OpenShard
-from ffserve.server.state import ServerState
+from ffserve.server.users.access import Peer
+from ffserve.server.status.report import status
+from ffserve.server.files.shards import OpenShard
+from ffserve.server.sessions.state import ServerState
 state = ServerState(ServerConfig(arena_size_bytes=32 << 20))
 owner, catalog = (0, 0), state.catalog
 source = OpenShard(
@@ -457,7 +457,7 @@ def test_a_client_that_reads_no_replies_waits_for_itself_only(path: str) -> None
 
 
 def test_hello_has_a_time_limit() -> None:
-    patch = "import ffserve.server.server as s; s.HELLO_TIMEOUT_S = 1.0"
+    patch = "import ffserve.server.sessions.server as s; s.HELLO_TIMEOUT_S = 1.0"
     refusal = r"closed a session \(pid \d+\): no HELLO message within .* s"
     hello = protocol.encode(
         protocol.Hello({"versions": [protocol.VERSION], "job": "j", "client": "x" * 1000})

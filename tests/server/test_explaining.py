@@ -33,8 +33,8 @@ from fuse import FUSE, GETATTR
 import ffserve
 from ffserve import protocol, shardfile
 from ffserve.errors import ChecksumError
-from ffserve.server.explaining import MOST_CALLS
-from ffserve.server.user_threads import UserThreads
+from ffserve.server.files.explaining import MOST_CALLS
+from ffserve.server.users.threads import UserThreads
 
 COUNT = 40
 TRUTH = [sample(index, [5000]) for index in range(COUNT)]
@@ -156,7 +156,7 @@ def test_a_stale_index_that_is_found_when_nobody_has_the_file_open(tmp_path: Pat
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     os.utime(index, (status.st_mtime + 3600,) * 2)  # so nothing is compared when it is opened
     slowly = (
-        "import time, ffserve.server.explaining as explaining\n"
+        "import time, ffserve.server.files.explaining as explaining\n"
         "look = explaining.look\n"
         "explaining.look = lambda *args: (time.sleep(0.5), look(*args))"
     )

@@ -150,8 +150,8 @@ reader.read(range(len(reader)))
 def test_a_disk_that_does_not_answer_is_logged_while_it_is_silent(place: Path) -> None:
     begin = place / "begin"
     patch = (
-        "import ffserve.server.io, ffserve.server.server\n"
-        "ffserve.server.io.SLOW_S, ffserve.server.server.ALIVE_INTERVAL_S = 1.0, 0.05"
+        "import ffserve.server.reading.io as io, ffserve.server.sessions.server as server\n"
+        "io.SLOW_S, server.ALIVE_INTERVAL_S = 1.0, 0.05"
     )
     line = rf"slow disk: a read from {place}/fuse \(device 0:\d+\) takes \d+\.\d s.*"
     large = [sample(index, [70_000]) for index in range(100)]  # more than is read ahead
@@ -173,8 +173,8 @@ def test_a_disk_that_does_not_answer_is_logged_while_it_is_silent(place: Path) -
 
 def test_a_daemon_that_was_stopped_does_not_blame_the_disk(place: Path) -> None:
     patch = (
-        "import ffserve.server.io, ffserve.server.server\n"
-        "ffserve.server.io.SLOW_S, ffserve.server.server.ALIVE_INTERVAL_S = 3.0, 0.05"
+        "import ffserve.server.reading.io as io, ffserve.server.sessions.server as server\n"
+        "io.SLOW_S, server.ALIVE_INTERVAL_S = 3.0, 0.05"
     )
     source = write(place / "source.ffr", [sample(index, [70_000]) for index in range(100)])
     mounted = place / "fuse"

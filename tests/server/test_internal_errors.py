@@ -11,14 +11,14 @@ from daemon import DEADLINE_S, Daemon, sample, until, write
 
 import ffserve
 from ffserve.client.channel import ANSWER_TIMEOUT_S
-from ffserve.server.daemon import EXIT_FAULT
+from ffserve.server.life.daemon import EXIT_FAULT
 
 COUNT = 100
 FAULTS = {
-    "a message": ("ffserve.server.session", "Session", "numbers_of"),
+    "a message": ("ffserve.server.sessions.session", "Session", "numbers_of"),
     "a turn": ("ffserve.cache.cache", "Cache", "advance"),
-    "the end of a load": ("ffserve.server.scheduler", "Scheduler", "loaded"),
-    "a timer": ("ffserve.server.server", "Server", "_show_life"),
+    "the end of a load": ("ffserve.server.reading.scheduler", "Scheduler", "loaded"),
+    "a timer": ("ffserve.server.sessions.server", "Server", "_show_life"),
 }
 FAULTY = """
 import os

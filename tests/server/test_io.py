@@ -22,7 +22,7 @@ from ffserve.engine.shm import View
 from ffserve.errors import Failure
 from ffserve.formats.base import ChunkedShard
 from ffserve.memfd import SharedMemory
-from ffserve.server.io import Engines
+from ffserve.server.reading.io import Engines
 from ffserve.shardfile import open_shard
 
 COUNT, SIZE, GOOD_PAGES = 60, 3000, 20

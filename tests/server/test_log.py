@@ -19,7 +19,7 @@ from daemon import Daemon, Raw, asking, damage, sample, serving, write
 
 import ffserve
 from ffserve.errors import ChecksumError
-from ffserve.server.log import LONGEST_INTERVAL_S, MOST_KEYS, MOST_OF_USER, RepeatedLines
+from ffserve.server.life.log import LONGEST_INTERVAL_S, MOST_KEYS, MOST_OF_USER, RepeatedLines
 
 COUNT = 20
 TRUTH = [sample(index, [5000]) for index in range(COUNT)]
@@ -128,7 +128,7 @@ def test_each_line_of_a_traceback_has_the_severity(
 ) -> None:
     program = """
 import logging, sys
-from ffserve.server.log import start_logging
+from ffserve.server.life.log import start_logging
 start_logging("info", sys.argv[1])
 try:
     raise KeyError("lost")
@@ -251,7 +251,7 @@ def test_many_keys_take_bounded_memory(logged: Callable[[], list[str]]) -> None:
 def test_the_level_is_the_lowest_that_is_written() -> None:
     program = """
 import logging
-from ffserve.server.log import start_logging
+from ffserve.server.life.log import start_logging
 start_logging("warning", "text")
 logging.getLogger("ffserve").info("not this")
 logging.getLogger("ffserve").warning("this")

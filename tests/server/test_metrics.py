@@ -26,11 +26,11 @@ import ffserve
 from ffserve import protocol
 from ffserve.engine.shm import DURATIONS
 from ffserve.errors import BY_CODE, ChecksumError, UsageError
-from ffserve.server.statistics import BOUNDS_S, Histogram
+from ffserve.server.reading.statistics import BOUNDS_S, Histogram
 
 parser = pytest.importorskip("prometheus_client.openmetrics.parser")
 
-from ffserve.server import metrics  # noqa: E402
+from ffserve.server.status import metrics  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 COUNT = 60
@@ -298,7 +298,7 @@ def attack(address: str, what: Callable[[socket.socket], object]) -> socket.sock
 
 
 def test_hostile_clients_delay_nobody_and_are_closed(path: str) -> None:
-    patch = "import ffserve.server.http as http; http.REQUEST_TIMEOUT_S = 3.0"
+    patch = "import ffserve.server.status.http as http; http.REQUEST_TIMEOUT_S = 3.0"
     with measured(patch=patch) as (daemon, address), daemon.open(path) as reader:
         parse(ask(address)[2])
         before = daemon.socket_count()
@@ -380,7 +380,7 @@ def test_a_missing_package_is_named(package: str, check: list[str], tmp_path: Pa
 
 
 def test_without_http_nothing_of_it_is_imported() -> None:
-    program = "import sys, ffserve.server.daemon; print('prometheus_client' in sys.modules)"
+    program = "import sys, ffserve.server.life.daemon; print('prometheus_client' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
 

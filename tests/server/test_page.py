@@ -25,7 +25,7 @@ COUNT, GOOD = 60, 30
 TRUTH = [sample(index, [5000]) for index in range(COUNT)]
 HOSTILE = "</script><img src=x onerror=alert(1)>\u202e\n\ndata: {}\udcff"
 FAST = """
-import ffserve.server.page as page, ffserve.server.io as io
+import ffserve.server.status.page as page, ffserve.server.reading.io as io
 page.EVENT_INTERVAL_S, http.ANSWER_TIMEOUT_S, io.SLOW_READ_S = 0.1, 1.0, 0.0
 """
 ASSETS = Path(__file__).parents[2] / "ffserve" / "server" / "assets"
@@ -206,8 +206,8 @@ def test_an_event_of_thousands_of_jobs_is_small_and_made_in_steps() -> None:
 import json
 import numpy as np
 from ffserve.config import ServerConfig
-from ffserve.server.page import MOST_JOBS, event
-from ffserve.server.state import ServerState
+from ffserve.server.status.page import MOST_JOBS, event
+from ffserve.server.sessions.state import ServerState
 state = ServerState(ServerConfig(arena_size_bytes=16 << 20))
 for k in range(5000):
     job = state.job(f"{k:0200}", 0.0, 0)

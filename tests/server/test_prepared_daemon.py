@@ -154,7 +154,9 @@ def test_what_one_client_prepares_another_reads(daemon: Daemon, path: str) -> No
 
 def test_prepared_samples_of_a_replaced_file_stayed(path: str, tmp_path: Path) -> None:
     """Nobody can ask for them: the file is another one."""
-    with serving(patch="import ffserve.server.server as s; s.TEND_INTERVAL_S = 0.02") as daemon:
+    with serving(
+        patch="import ffserve.server.sessions.server as s; s.TEND_INTERVAL_S = 0.02"
+    ) as daemon:
         for _ in range(3):
             with Preparer(daemon, path) as one:
                 assert one.claim(3) == [YOURS]
@@ -193,7 +195,7 @@ def test_who_waits_gets_the_claims_of_who_stops(daemon: Daemon, path: str, how: 
 
 
 def test_claims_of_a_worker_that_hangs_end(path: str) -> None:
-    patch = "from ffserve.server import prepared\nprepared.CLAIM_S = 0.1"
+    patch = "from ffserve.server.prepared import claims\nclaims.CLAIM_S = 0.1"
     with (
         serving(patch=patch) as daemon,
         Preparer(daemon, path) as one,
@@ -212,8 +214,9 @@ def test_claims_of_a_worker_that_hangs_ended_one_after_another(path: str) -> Non
     """Those of 64 samples lived for 187 s instead of 30: after the end of each, the next one was
     looked at as of the last message."""
     patch = (
-        "from ffserve.server import prepared, server\n"
-        "prepared.CLAIM_S, server.ALIVE_INTERVAL_S = 0.5, 0.1"
+        "from ffserve.server.prepared import claims\n"
+        "from ffserve.server.sessions import server\n"
+        "claims.CLAIM_S, server.ALIVE_INTERVAL_S = 0.5, 0.1"
     )
     with (
         serving(patch=patch) as daemon,
@@ -339,7 +342,7 @@ def test_only_memory_files_are_read(daemon: Daemon, path: str, tmp_path: Path) -
 
 
 def test_keys_without_end_took_all_memory_for_tables(path: str) -> None:
-    patch = "import ffserve.server.domains as domains\ndomains.PREPARED_SHARE = 1 << 40\n"
+    patch = "import ffserve.server.users.domains as domains\ndomains.PREPARED_SHARE = 1 << 40\n"
     patch += f"domains.LEAST_TABLES = {2 * COUNT + COUNT // 2} * domains.TABLES_SIZE"
     with serving(patch=patch) as daemon, Raw(daemon.socket) as raw:
         dataset = raw.open(path).dataset

@@ -252,7 +252,7 @@ def test_more_than_is_free_is_refused() -> None:
 def test_a_daemon_without_a_free_descriptor_took_no_more_memory() -> None:
     """The thread that takes it ended with an exception."""
     patch = (
-        "import ffserve.server.resize as r\nreal, calls = r.free_memory, []\n"
+        "import ffserve.server.life.resize as r\nreal, calls = r.free_memory, []\n"
         "def failing():\n"
         "    calls.append(1)\n"
         "    if len(calls) == 1: raise OSError(24, 'Too many open files')\n"
@@ -268,8 +268,8 @@ def test_another_user_may_not_resize() -> None:
 import os
 from ffserve.config import ServerConfig
 from ffserve.errors import AccessDenied
-from ffserve.server.access import Peer
-from ffserve.server.state import ServerState
+from ffserve.server.users.access import Peer
+from ffserve.server.sessions.state import ServerState
 small, large = 16 << 20, 32 << 20
 state = ServerState(ServerConfig(arena_size_bytes=small, max_arena_size_bytes=large))
 try:

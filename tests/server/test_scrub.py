@@ -18,7 +18,7 @@ from ffserve.cli.verify import check_files
 SIZE, COUNT, BAD = 20_000, 120, 77
 SAMPLES = [sample(index, [SIZE]) for index in range(COUNT)]
 FORMATS = ("ffr", "recordio", "tfrecord")
-SOON = "from ffserve.server import scrub; scrub.IDLE_S = scrub.LOOK_S = 0.3"
+SOON = "from ffserve.server.files import scrub; scrub.IDLE_S = scrub.LOOK_S = 0.3"
 """Makes the daemon begin earlier."""
 
 
@@ -63,7 +63,7 @@ def test_it_keeps_to_its_rate_and_ends_with_the_setting(damaged: str) -> None:
 
 
 def test_it_pauses_while_there_are_requests(damaged: str) -> None:
-    patch = "from ffserve.server import scrub; scrub.IDLE_S, scrub.LOOK_S = 1.0, 0.1"
+    patch = "from ffserve.server.files import scrub; scrub.IDLE_S, scrub.LOOK_S = 1.0, 0.1"
     with (
         serving(arena="1MiB", options=["--scrub-rate", "100MiB"], patch=patch) as daemon,
         daemon.open(damaged) as reader,

@@ -202,7 +202,7 @@ def test_files_that_this_process_cannot_open_fail_alone(
             pass
 
 
-BUSY = "import ffserve.server.scheduler as scheduler; scheduler.GIVE_UP_S = 0.25"
+BUSY = "import ffserve.server.reading.scheduler as scheduler; scheduler.GIVE_UP_S = 0.25"
 
 
 def errors_of(daemon: Daemon) -> int:

@@ -84,7 +84,7 @@ def test_files_of_a_server_with_rules_of_its_own_are_not_common() -> None:
     """Permission bits of AFS and CIFS do not tell who may read; here ext4 or tmpfs stands for
     them."""
     patch = (
-        "import ffserve.server.access as a, os, ffserve.engine.io as e, tempfile\n"
+        "import ffserve.server.users.access as a, os, ffserve.engine.io as e, tempfile\n"
         "fd = os.open(tempfile.gettempdir(), os.O_RDONLY); kind = e.file_system_type(fd)\n"
         "a.FILE_SYSTEMS['afs'] = kind; os.close(fd)"
     )
@@ -157,7 +157,7 @@ def test_a_connection_that_lingers_stopped_the_daemon(how: str, kernel: str) -> 
     """The kernel closes descriptors that were sent and not received in the thread of the loop."""
     patch = ""
     if kernel == "cannot refuse":
-        patch = "import ffserve.server.closing as c; c._SO_PASSRIGHTS = 12345"
+        patch = "import ffserve.server.users.closing as c; c._SO_PASSRIGHTS = 12345"
     expect = [r"closed a session .*"]
     with serving(patch=patch, options=["--socket-mode", "0666"], expect=expect) as daemon:
         path = write(daemon.directory / "a.ffr", TRUTH)

@@ -16,8 +16,8 @@ from daemon import Daemon, client, run_python, serving, until, write
 
 import ffserve
 from ffserve.config import ServerConfig
-from ffserve.server import domains
-from ffserve.server.state import ServerState
+from ffserve.server.sessions.state import ServerState
+from ffserve.server.users import domains
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users")
 
@@ -168,7 +168,9 @@ def test_files_that_the_daemons_own_user_may_read_are_common_if_the_administrato
             os.chown(path, 0, TEAM)
             os.chmod(path, 0o640)
             os.chown(folder, CAROL, CAROL)
-            program = f"import encodings.ascii, ffserve.cli.serve, ffserve.server.daemon\n{AS_USER}"
+            program = (
+                f"import encodings.ascii, ffserve.cli.serve, ffserve.server.life.daemon\n{AS_USER}"
+            )
             program += "from ffserve.cli import main\nraise SystemExit(main())"
             place = str(folder / "other")
             serve = ["serve", "--socket", place, "--arena", "16MiB", "--socket-mode", "0666"]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from ffserve.server import turns
-from ffserve.server.turns import Turns
-from ffserve.server.users import User
+from ffserve.server.sessions import turns
+from ffserve.server.sessions.turns import Turns
+from ffserve.server.users.shares import User
 
 
 @dataclass

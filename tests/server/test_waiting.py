@@ -20,13 +20,13 @@ from http_daemon import ask, measured
 
 from ffserve import protocol
 from ffserve.bench.cgroup import NoCgroup, limited
-from ffserve.server.waiting import CAUSES, RECENT_S, JobReads, JobTime, SessionTime, Use
+from ffserve.server.reading.waiting import CAUSES, RECENT_S, JobReads, JobTime, SessionTime, Use
 
 SIZE, COUNT, BATCH = 16_000, 600, 16
 DATA_SIZE = SIZE * COUNT
 FITS = f"{DATA_SIZE * 5 // 4}"
 """An arena that holds one data set, but not two."""
-RECENT = "import ffserve.server.waiting as waiting; waiting.RECENT_S = 4.0"
+RECENT = "import ffserve.server.reading.waiting as waiting; waiting.RECENT_S = 4.0"
 RUNS = 20
 MOST_WRONG = 1
 LOADING = """
@@ -205,7 +205,7 @@ def test_the_cause_is_found_in_nearly_every_run(paths: list[str], fault: str) ->
 # ---- how long requests take --------------------------------------------------------------------
 
 COMPETING_S = 3.0
-OFTEN = "import ffserve.server.server as server; server.ALIVE_INTERVAL_S = 0.1"
+OFTEN = "import ffserve.server.sessions.server as server; server.ALIVE_INTERVAL_S = 0.1"
 """Time is divided far more often than usual."""
 
 

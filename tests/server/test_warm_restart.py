@@ -29,9 +29,9 @@ from ffserve.client.shared_memory import DaemonSource
 from ffserve.config import ServerConfig
 from ffserve.errors import AccessDenied, ReadError, ServerUnavailable
 from ffserve.memfd import sealed_file
-from ffserve.server import handover
-from ffserve.server.daemon import EXIT_FAULT
-from ffserve.server.restart import MOST_ATTEMPTS, PAGE_NAME, take
+from ffserve.server.life import handover
+from ffserve.server.life.daemon import EXIT_FAULT
+from ffserve.server.life.restart import MOST_ATTEMPTS, PAGE_NAME, take
 
 SIZES = (0, 1, 511, 512, 513, 5000, 70_000)
 COUNT = 400
@@ -176,8 +176,8 @@ def test_memory_of_a_user_that_is_lost_is_given_to_the_next_user() -> None:
 
 
 def test_shards_beyond_the_limit_wait_for_their_jobs(tmp_path: Path) -> None:
-    patch = "import ffserve.server.catalog as c; c.MOST_CLOSED = 2\n"
-    patch += "import ffserve.server.server as s; s.TEND_INTERVAL_S = 0.05"
+    patch = "import ffserve.server.files.catalog as c; c.MOST_CLOSED = 2\n"
+    patch += "import ffserve.server.sessions.server as s; s.TEND_INTERVAL_S = 0.05"
     with managed(patch=patch) as daemon:
         files = [write(tmp_path / f"{k}.ffr", SAMPLES[k : k + 20]) for k in range(5)]
         with daemon.open(files) as reader:
@@ -276,7 +276,9 @@ def kill_again_and_again(paths: list[str], count: int, seed: int, arena: str) ->
     rng = random.Random(seed)
     truth = [SAMPLES, SMALL, SAMPLES[:200]]
     # A minute for each kill would set a small arena aside as a whole.
-    patch = "import ffserve.server.daemon as d; d.QUARANTINE_S, d.SETTLE_INTERVAL_S = 2.0, 0.05"
+    patch = (
+        "import ffserve.server.life.daemon as d; d.QUARANTINE_S, d.SETTLE_INTERVAL_S = 2.0, 0.05"
+    )
     with managed(arena=arena, patch=patch) as daemon:
         readers = [daemon.open(path) for path in paths for _ in range(2)]
         jobs = [Checking(reader, truth[k // 2], seed * 100 + k) for k, reader in enumerate(readers)]
@@ -329,7 +331,9 @@ def test_slots_that_were_being_filled_are_not_used_for_a_time(paths: list[str]) 
     from ffserve.engine.slots import LOADING, RESIDENT
 
     quarantine_s = 3.0
-    patch = "import ffserve.server.daemon as d; d.QUARANTINE_S, d.SETTLE_INTERVAL_S = 3.0, 0.05"
+    patch = (
+        "import ffserve.server.life.daemon as d; d.QUARANTINE_S, d.SETTLE_INTERVAL_S = 3.0, 0.05"
+    )
     with managed(arena="4MiB", patch=patch) as daemon:
         left_memory(daemon, paths[0])
         with inventory_of(daemon) as inventory:
@@ -566,7 +570,7 @@ def test_memory_in_doubt_is_not_taken_over(paths: list[str], tmp_path: Path) -> 
     trigger = tmp_path / "now"
     patch = f"""
 import os
-from ffserve.server.server import Server
+from ffserve.server.sessions.server import Server
 work = Server._show_life
 def faulty(self):
     if os.path.exists({str(trigger)!r}):
@@ -601,7 +605,7 @@ def test_a_stopped_service_keeps_nothing(paths: list[str]) -> None:
 
 
 def test_leased_samples_stay_in_place_until_their_reader_is_gone(paths: list[str]) -> None:
-    patch = "import ffserve.server.daemon as d; d.SETTLE_INTERVAL_S = 0.05"
+    patch = "import ffserve.server.life.daemon as d; d.SETTLE_INTERVAL_S = 0.05"
     with managed(arena="4MiB", patch=patch) as daemon:
         reader, other = daemon.open(paths[0]), daemon.open(paths[0])
         leased = [index for index in range(COUNT) if 0 < len(SAMPLES[index]) < 6000][:40]
@@ -624,7 +628,9 @@ def test_leased_samples_stay_in_place_until_their_reader_is_gone(paths: list[str
 
 def test_leased_samples_of_a_lost_shard_stay_over_two_restarts(paths: list[str]) -> None:
     """The second successor took their slots for slots that were being filled, and used them."""
-    patch = "import ffserve.server.daemon as d; d.QUARANTINE_S, d.SETTLE_INTERVAL_S = 0.2, 0.05"
+    patch = (
+        "import ffserve.server.life.daemon as d; d.QUARANTINE_S, d.SETTLE_INTERVAL_S = 0.2, 0.05"
+    )
     with managed(arena="4MiB", patch=patch) as daemon:
         with daemon.open(paths[0]) as reader:
             leased = [index for index in range(COUNT) if 0 < len(SAMPLES[index]) < 6000][:40]

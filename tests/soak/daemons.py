@@ -129,7 +129,7 @@ def make(folder: Path) -> dict[str, Control]:
     # A run that nohup started ignores SIGHUP, and its processes do.
     patch = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"
     # A minute for each kill would set a small arena aside as a whole.
-    brief = "import ffserve.server.daemon as d; d.QUARANTINE_S, d.SETTLE_INTERVAL_S = 5.0, 0.5"
+    brief = "import ffserve.server.life.daemon as d; d.QUARANTINE_S, d.SETTLE_INTERVAL_S = 5.0, 0.5"
     made: dict[str, Control] = {}
     try:
         for name, kind, arenas, options, statements in (

@@ -21,8 +21,8 @@ import ffserve
 from ffserve import protocol
 from ffserve.client import failover
 from ffserve.errors import AccessDenied, FFServeError, ReadError
-from ffserve.server import fetches
-from ffserve.server.remote import RemoteShard
+from ffserve.server.files.remote import RemoteShard
+from ffserve.server.reading import fetches
 from ffserve.store.directory import Store
 from ffserve.store.fetching import identity_of
 from ffserve.store.origin import Identity
@@ -224,7 +224,7 @@ def test_an_origin_that_stalls_holds_up_nobody_else(origin: HttpOrigin, tmp_path
     with ffserve.create(local) as writer:
         for sample in samples:
             writer.write(sample)
-    patch = "import ffserve.server.server as s; s.ALIVE_INTERVAL_S = 0.1"
+    patch = "import ffserve.server.sessions.server as s; s.ALIVE_INTERVAL_S = 0.1"
     options = daemon_options(tmp_path, arena="2MiB", patch=patch)
     with http_origin() as other, serving(**options) as daemon:
         slow = daemon.open(served(origin, tmp_path, samples))

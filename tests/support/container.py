@@ -35,7 +35,7 @@ ENTER = """
 import encodings.ascii, json, os, sys
 import numpy as np
 import ffserve, ffserve.reader, ffserve.formats.recordio, ffserve.formats.tfrecord
-import ffserve.cli.serve, ffserve.cli.status, ffserve.cli.screen, ffserve.server.daemon
+import ffserve.cli.serve, ffserve.cli.status, ffserve.cli.screen, ffserve.server.life.daemon
 import container, daemon as support
 container.enter(json.loads(sys.argv.pop(1)))
 """

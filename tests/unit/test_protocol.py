@@ -21,7 +21,10 @@ from ffserve import protocol
 from ffserve.cache.tables import ENTRY_DTYPE
 from ffserve.errors import BY_CODE, FFServeError, ProtocolError, ReadError
 from ffserve.protocol import FROM_CLIENT, FROM_SERVER, Decoder, Message, encode
-from ffserve.server import prepared, scheduler, server, session, users
+from ffserve.server.prepared import claims as prepared
+from ffserve.server.reading import scheduler
+from ffserve.server.sessions import server, session
+from ffserve.server.users import shares as users
 
 EVERY: tuple[type[Any], ...] = (*FROM_CLIENT, *FROM_SERVER)
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "PROTOCOL.md").read_text()

@@ -1,0 +1,1 @@
+"""Files: what the daemon has open, how it was opened and checked, and whether it is still sound."""

@@ -1,0 +1,421 @@
+"""Remote files of clients: whose they are, whether their user may read them, and their tables.
+
+A remote file is an object of the store (`ffserve/store/`), a sparse file that the engines read as
+any other; `fetches.py` brings its blocks before they are read. The client says which version it
+wants and passes its access (`store/access.py`), and the daemon asks the origin with that, and with
+nothing of its own: so the origin decides what a user may read. An object belongs to the domain of
+the user, unless its place is one of `[store] common`. In the store, too, objects of two domains are
+two objects. With `store.access = "own"` the daemon asks with what it has itself, for its own user
+and nobody else, and opens its store when that user first needs it.
+
+Origins may not answer: all that asks them runs in threads. Each user has threads of its own for
+each place, so users share the network equally, and one whose origin hangs holds up nobody else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import os
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakValueDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve.config import ServerConfig, format_size
+from ffserve.errors import FFServeError, FormatError, MissingFile, ReadError, UsageError
+from ffserve.formats.base import ChunkedShard, Shard
+from ffserve.protocol import EVERY
+from ffserve.server.users.access import OWN, Owner, Peer
+from ffserve.store.access import (
+    FAMILIES,
+    MODULES,
+    Access,
+    forget_own_settings,
+    quieten_packages,
+    served,
+)
+from ffserve.store.blocks import StoredObject
+from ffserve.store.directory import Store, name_of, usual_limit
+from ffserve.store.fetching import Fetcher, OpenObject
+from ffserve.store.opening import parsed
+from ffserve.store.origin import Identity, changed, identify
+from ffserve.store.urls import shown
+
+log = logging.getLogger("ffserve")
+
+Int64s = NDArray[np.int64]
+Int32s = NDArray[np.int32]
+Floats = NDArray[np.float64]
+
+GIVE_UP_S = 75.0
+"""How long a failing origin is asked again. A client waits 120 s for an answer, and an attempt may
+begin in the last second of this and take 30 s."""
+ASKED_AT_ONCE = 16
+"""Objects of one OPEN that are looked up, or whose tables are read, at the same time."""
+MOST_PLACES = 64
+"""Origins of which one user has objects open at a time; each has threads."""
+MOST_TAG = 1024
+"""Characters of an ETag, or of what an origin has instead."""
+MOST_URL = 8192
+FDS_OF_OBJECT = 3
+"""Descriptors of an object besides that of its shard."""
+
+FileIdentity: TypeAlias = tuple[int, int, int, int, int]
+
+
+class Wanted(NamedTuple):
+    """A remote file of an OPEN.
+
+    owner: of the domain that it belongs to. name: of the domain in the store. place: see
+    `Access.place`. file: what the shard is identified by, instead of what stat(2) says.
+    """
+
+    position: int
+    identity: Identity
+    access: Access
+    owner: Owner | None
+    name: str
+    place: str
+    file: FileIdentity
+
+
+@dataclass(slots=True, eq=False)
+class RemoteShard:
+    """What a shard has that is an object of the store.
+
+    objects: for each user who has it open, with that user's access. firsts, lasts: of each sample
+    the first and the last block that it lies in. worth: of each block until when it is worth its
+    fetch, in seconds since 1970; see `fetches.WORTH`.
+    """
+
+    stored: StoredObject
+    objects: dict[Owner, OpenObject]
+    firsts: Int32s
+    lasts: Int32s
+    worth: Floats = field(init=False)
+    proofs: dict[Owner, bytes] = field(default_factory=dict)
+    """By user: digest of the access with which its origin let the user read it."""
+
+    def __post_init__(self) -> None:
+        self.worth = np.zeros(self.stored.count)
+
+    def object_for(self, owner: Owner | None) -> OpenObject:
+        """Return the object with the access of a user, or of another who shares it."""
+        found = None if owner is None else self.objects.get(owner)
+        return next(iter(self.objects.values())) if found is None else found
+
+
+class RemoteFiles:
+    """The store of a daemon, and the rules for what comes into it.
+
+    Raises: UsageError, AccessDenied, ReadError: the store cannot be used.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.own = config.store_access == "own"
+        """Whether it reads for its own user alone, with what that user's processes have."""
+        self.directory = config.store_directory
+        self.fetcher = Fetcher(lambda: self._made_store(_limit(config)), GIVE_UP_S)
+        there = {family for family, module in MODULES.items() if _is_installed(module)}
+        self.protocols = sorted(name for name, family in FAMILIES.items() if family in there)
+        """What WELCOME offers."""
+        self._common = frozenset(config.store_common)
+        quieten_packages()
+        if self.own:
+            self.protocols.append(EVERY)
+            self._common = frozenset()
+        else:
+            forget_own_settings()
+            self.fetcher.store  # noqa: B018 - its first use opens it
+        self._instance = secrets.token_hex(8)
+        """Another one for each daemon, also if it has its predecessor's memory."""
+        self._lock = threading.Lock()
+        self._pools: dict[Owner, Counter[str]] = {}
+        """By user: objects that are open, by their pool."""
+        self._owners: dict[OpenObject, Owner] = {}
+        self._accesses: WeakValueDictionary[tuple[Owner, bytes], Access] = WeakValueDictionary()
+
+    def _made_store(self, limit: int) -> Store:
+        store = Store(self.directory, limit)
+        self._device = os.stat(self.directory).st_dev
+        used, most = format_size(store.used), format_size(limit)
+        log.info("remote files: store %s, %s of %s", self.directory, used, most)
+        return store
+
+    def open_store(self) -> None:
+        """Open the store, unless it is open. It waits for its disk.
+
+        Raises: ReadError, AccessDenied: it cannot be used.
+        """
+        try:
+            self.fetcher.store  # noqa: B018 - its first use opens it
+        except UsageError as error:
+            raise ReadError(error.message, path=error.path, hint=error.hint) from error
+
+    # ---- in the loop's thread -------------------------------------------------------------
+
+    def serves(self, url: str, peer: Peer) -> bool:
+        """Whether the daemon fetches a URL for a peer."""
+        return served(url) or (self.own and peer.is_self)
+
+    def wanted(self, position: int, identity: Identity, access: Access, peer: Peer) -> Wanted:
+        """Return whose a remote file is."""
+        place = access.place(identity.url)
+        owner = None if place in self._common else peer.owner
+        own = owner == (os.geteuid(), OWN)
+        # Without a name, objects are those that this user's processes have in the same store.
+        name = "" if own else f"{self._domain_name(owner)}\n{place}"
+        seed = f"{name_of(identity, name)} {name}".encode("utf-8", "surrogateescape")
+        digest = hashlib.blake2b(seed, digest_size=24).digest()
+        inode, mtime, ctime = (int.from_bytes(digest[k : k + 8], "little") >> 1 for k in (0, 8, 16))
+        file = self._device, inode, identity.size, mtime, ctime
+        return Wanted(position, identity, access, owner, name, place, file)
+
+    def access_for(self, peer: Peer, access: Access, some: Sequence[str]) -> Access:
+        """Return with what URLs are read for a peer: an access that its user has passed before, if
+        it is the same, since that has connections.
+
+        Raises: ReadError: they are not read for this peer, or not with what the daemon has.
+        """
+        if self.own:
+            if not peer.is_self:
+                raise ReadError(
+                    "the daemon reads remote files for its own user only",
+                    path=shown(some[0]),
+                    hint="use a daemon of your own, or the machine's",
+                )
+            access.use_own(some)
+        return self._accesses.setdefault((peer.owner, access.digest), access)
+
+    def _domain_name(self, owner: Owner | None) -> str:
+        """Return the name of a domain in the store. The number of a container may be another's in
+        the next daemon: what was fetched for it is not used again then."""
+        if owner is None:
+            return "common"
+        uid, namespace = owner
+        which = "" if 0 <= namespace <= 1 else f" {self._instance}"
+        return f"user {uid} namespace {namespace}{which}"
+
+    # ---- in threads -----------------------------------------------------------------------
+
+    def identify(
+        self, wanted: Sequence[Wanted], unproven: Sequence[Wanted], peer: Peer
+    ) -> list[OpenObject]:
+        """Open objects for a peer; of those unproven, ask the origins whether it may read them.
+
+        Raises: what an origin says; ReadError: an object has changed, or cannot be opened. Then
+            none is open.
+        """
+        self._check(unproven, peer)
+        found: list[OpenObject] = []
+        try:
+            found.extend(self.open_object(one, peer.owner) for one in wanted)
+        except BaseException:
+            self.close(found)
+            raise
+        return found
+
+    def _check(self, wanted: Sequence[Wanted], peer: Peer) -> None:
+        """Ask origins whether a peer may read these versions."""
+
+        def ask(one: Wanted) -> None:
+            url = one.identity.url
+            breaker = self.fetcher.breaker(pool_of(peer.owner, one.place))
+            try:
+                found = breaker.call(lambda: identify(url, one.access))
+            except (MissingFile, UsageError) as error:
+                if not one.access.own:
+                    raise
+                # The client has found it: it knows more of its file systems than the daemon.
+                raise ReadError(error.message, path=error.path, hint=error.hint) from error
+            same = found.size == one.identity.size and found.tag == one.identity.tag
+            if not same or (found.modified and found.modified != one.identity.modified):
+                raise changed(url)
+
+        _for_all(ask, wanted)
+
+    def parse(self, opened: OpenObject, format: str | None, verify: bool, tolerant: bool) -> Shard:
+        """Read the tables of an object, which fetches the blocks that these lie in.
+
+        Raises: FormatError, ChecksumError, TruncatedError, AccessDenied, ReadError.
+        """
+        read = partial(
+            parsed,
+            self.fetcher.read_at(opened),
+            opened.stored.size,
+            opened.shown,
+            format,
+            verify=verify,
+            tolerant=tolerant,
+            kept=(self.fetcher.store, opened.stored),
+        )
+        try:
+            return read()
+        except FormatError:
+            if not self.fetcher.repair(opened, np.arange(opened.stored.count)):
+                raise
+        return read()
+
+    def open_object(self, one: Wanted, owner: Owner) -> OpenObject:
+        """Open an object for a user; `close` gives it back. Raises: AccessDenied,
+        ReadError."""
+        pool = pool_of(owner, one.place)
+        with self._lock:
+            pools = self._pools.setdefault(owner, Counter())
+            if pool not in pools and len(pools) >= MOST_PLACES:
+                raise ReadError(
+                    f"user {owner[0]} has files of {MOST_PLACES} origins open already",
+                    path=shown(one.identity.url),
+                    hint="close readers",
+                )
+            pools[pool] += 1
+        try:
+            opened = self.fetcher.open(one.identity, domain=one.name, access=one.access, pool=pool)
+        except BaseException:
+            self._leave(owner, pool)
+            raise
+        self._owners[opened] = owner
+        return opened
+
+    def close(self, objects: Iterable[OpenObject]) -> None:
+        """Give objects back."""
+        for opened in objects:
+            self.fetcher.close(opened)
+            self._leave(self._owners.pop(opened), opened.pool)
+
+    def _leave(self, owner: Owner, pool: str) -> None:
+        with self._lock:
+            pools = self._pools[owner]
+            pools[pool] -= 1
+            if not pools[pool]:
+                del pools[pool]
+                self.fetcher.forget(pool)
+            if not pools:
+                del self._pools[owner]
+
+
+def pool_of(owner: Owner, place: str) -> str:
+    """Return the name of the threads that fetch from a place for a user."""
+    return f"{owner[0]} {owner[1]} {place}"
+
+
+def _for_all(call: Callable[[Wanted], object], items: Sequence[Wanted]) -> None:
+    """Make calls, several at once. Raises: the error of the first that failed."""
+    futures: list[Future[None]] = [Future() for _ in items]
+    left = iter(list(zip(items, futures, strict=True)))
+    taking = threading.Lock()
+
+    def work() -> None:
+        while True:
+            with taking:
+                item, future = next(left, (None, None))
+            if item is None or future is None:
+                return
+            try:
+                call(item)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+    # Not those of a pool: the daemon does not wait for them at its end.
+    for _ in range(min(len(items), ASKED_AT_ONCE)):
+        threading.Thread(target=work, name="ffserve-open", daemon=True).start()
+    wait(futures)
+    for future in futures:
+        future.result()
+
+
+def blocks_of(
+    shard: Shard, chunked: ChunkedShard | None, offsets: Int64s, lengths: Int64s, size: int
+) -> tuple[Int32s, Int32s]:
+    """Return the first and the last block of each sample.
+
+    Args: offsets, lengths: of plain samples. size: bytes of a block.
+    """
+    begins, ends = offsets, offsets + lengths
+    if chunked is not None:
+        chunks = chunked.chunks
+        holding = chunks.holding(np.arange(shard.count))
+        begins, ends = chunks.begins[holding], chunks.ends[holding]
+    most = max(-(-shard.size // size) - 1, 0)
+    firsts = np.clip(begins // size, 0, most)
+    lasts = np.clip(np.maximum(ends - 1, begins) // size, firsts, most)
+    return firsts.astype(np.int32), lasts.astype(np.int32)
+
+
+def identity_from(
+    url: str, size: int, tag: object, modified: int, serves: Callable[[str], bool]
+) -> Identity:
+    """Return what a client says of a remote file.
+
+    Args: serves: whether the daemon fetches a URL for it.
+    Raises: UsageError: it cannot be.
+    """
+    if not isinstance(tag, str) or len(tag) > MOST_TAG or not 0 <= modified < 1 << 62:
+        raise UsageError("invalid version of a remote file", path=shown(url))
+    if len(url) > MOST_URL or not serves(url):
+        raise ReadError(
+            "the daemon does not fetch this URL",
+            path=shown(url),
+            hint=f"it fetches {', '.join(name + '://' for name in sorted(FAMILIES))}",
+        )
+    return Identity(url, size, tag, modified)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package above it
+        return False
+
+
+def store_fault(config: ServerConfig) -> FFServeError | None:
+    """Return why the settings of the store cannot be used; None: they can, or there is none."""
+    if not config.store_directory or config.store_access == "own":
+        return None
+    try:
+        forget_own_settings()
+    except ImportError as error:
+        return UsageError(
+            f"remote files need a package that is not installed: {error.name}",
+            hint="pip install 'ffserve[remote]'",
+        )
+    return None
+
+
+def try_store(config: ServerConfig) -> None:
+    """Open the store and close it. Raises: UsageError, AccessDenied, ReadError: it cannot be
+    used."""
+    if config.store_directory and config.store_access != "own":
+        Store(config.store_directory, _limit(config)).abandon()
+
+
+def _limit(config: ServerConfig) -> int:
+    size = config.store_size_bytes
+    return usual_limit(config.store_directory) if size is None else size
+
+
+def store_facts(remote: RemoteFiles | None) -> dict[str, Any]:
+    """Return the state of the store for STATUS; sizes in bytes."""
+    if remote is None or not remote.fetcher.has_store:
+        directory = "" if remote is None else remote.directory
+        return {"directory": directory, "limit": 0, "used": 0, "fetched": 0, "evicted": 0}
+    store, fetcher = remote.fetcher.store, remote.fetcher
+    return {
+        "directory": remote.directory,
+        "limit": int(store.limit),
+        "used": store.used,
+        "fetched": fetcher.fetched,
+        "evicted": store.evictions,
+    }

@@ -1,0 +1,290 @@
+"""Scrubbing: while nobody asks for a sample, the daemon reads the files that jobs have open, and
+compares checksums.
+
+So damage is found before a job meets it. A piece of a file is read past the page cache and checked
+in a thread; then it pauses for as long as the rate demands, and for as long as there are
+requests or reads. A wrong sample is read again (`reads/damage.py`); if it is wrong again, it is
+reported and counted as one that a job has met.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from ffserve.cache.cache import Cache, Int64s
+from ffserve.cache.tables import Directory
+from ffserve.engine.codec import checksums
+from ffserve.errors import STATUS_TRUNCATED, FFServeError, ReadError, status_error
+from ffserve.reads.damage import extent_checksum, other_paths, read_extent, right_status, whole
+from ffserve.server.files.catalog import Catalog, in_thread
+from ffserve.server.files.explaining import explained, look
+from ffserve.server.files.shards import OpenShard
+from ffserve.server.reading.scheduler import Scheduler
+
+log = logging.getLogger("ffserve")
+
+PIECE_COUNT, PIECE_SIZE = 4096, 1 << 20
+"""Samples, and bytes of the file, of one piece, unless one sample or chunk is larger."""
+LEAST_SIZE = 64 << 10
+"""Bytes that a piece counts at least: a read of few bytes takes as long."""
+MOST_GAP = 64 << 10
+"""Bytes between two samples at which a piece ends."""
+IDLE_S = 1.0
+"""How long nothing was asked for before a piece is read."""
+LOOK_S = 1.0
+"""Between two looks at the rate, whether the daemon is idle, and whether there is a file."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """Samples [first, first + n) of a shard, adjacent in its file; or one of its chunks.
+
+    begins, lengths: int64[n]. expected: uint32[n].
+    """
+
+    shard: OpenShard
+    first: int
+    begins: Int64s
+    lengths: Int64s
+    expected: np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
+    chunk: int = -1
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return int(self.begins[-1] + self.lengths[-1] - self.begins[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A sample that is damaged or cannot be read: its index in its file, its error, its record as
+    of `explaining.look`."""
+
+    index: int
+    error: FFServeError
+    record: tuple[int, int, int]
+
+
+class Scrubber:
+    """See the module's text.
+
+    Args: failed: called with shard, number, error and time for each sample that is damaged or
+        cannot be read.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        directory: Directory,
+        cache: Cache,
+        scheduler: Scheduler,
+        failed: Callable[[OpenShard, int, FFServeError, float], object],
+    ) -> None:
+        self._catalog = catalog
+        self._directory = directory
+        self._cache = cache
+        self._scheduler = scheduler
+        self._failed = failed
+        self.rate = 0
+        """Bytes a second; 0: none."""
+        self._pieces: Iterator[Piece | None] = iter(())
+        self._asked, self._idle_since = 0, 0.0
+        self.passes = 0
+        """How often all files were read to their end."""
+        self.size = 0
+        """Bytes read."""
+
+    async def run(self) -> None:
+        """Read the files again and again."""
+        while True:
+            idle = self._idle(time.monotonic())
+            piece = self._next() if self.rate and idle else None
+            size = 0
+            if piece is not None:
+                try:
+                    fd = os.dup(piece.shard.fd)
+                    found = await in_thread(partial(_check_and_close, fd, piece))
+                    for damage in found:
+                        self._report(piece.shard, damage)
+                        await asyncio.sleep(0)
+                    size = piece.size
+                except (OSError, MemoryError) as error:  # no descriptor, no memory
+                    self._fail(piece.shard, piece.first, ReadError(f"cannot scrub: {error}"))
+                except Exception:
+                    log.exception("internal error while scrubbing %s", piece.shard.path)
+            self.size += size
+            await self._pause(max(size, LEAST_SIZE) if size else 0)
+
+    async def _pause(self, size: int) -> None:
+        """Wait as long as reading so many bytes should take, or LOOK_S if there are none."""
+        if not size:
+            await asyncio.sleep(LOOK_S)
+        left = float(size)
+        while left > 0 and self.rate:
+            seconds, rate = min(left / self.rate, LOOK_S), self.rate
+            await asyncio.sleep(seconds)
+            left -= seconds * rate
+
+    def _idle(self, now: float) -> bool:
+        """Whether nothing was asked for lately."""
+        asked = self._cache.counters.asked
+        if asked != self._asked or not self._scheduler.idle:
+            self._asked, self._idle_since = asked, now
+        return now - self._idle_since >= IDLE_S
+
+    def _next(self) -> Piece | None:
+        for piece in self._pieces:
+            return piece
+        self._pieces = self._all_pieces()
+        return next(self._pieces, None)
+
+    def _all_pieces(self) -> Iterator[Piece | None]:
+        """Yield the pieces of the files that are open now; None for samples without bytes."""
+        found = False
+        for shard in [shard for part in self._catalog.shards() for shard in part]:
+            position = 0
+            while _is_scrubbed(shard) and position < _count(shard):
+                piece, position = self._piece(shard, position)
+                found = found or piece is not None
+                yield piece
+        self.passes += found
+
+    def _piece(self, shard: OpenShard, position: int) -> tuple[Piece | None, int]:
+        """Return what begins at a sample or chunk, and where the next one begins."""
+        directory = self._directory
+        if shard.chunked is not None:
+            chunks = shard.chunked.chunks
+            begin, end = int(chunks.begins[position]), int(chunks.ends[position])
+            extent = np.array([begin], np.int64), np.array([end - begin], np.int64)
+            first, none = int(chunks.firsts[position]), np.zeros(1, np.uint32)
+            whole = chunks.sizes[position] > 0 and end > begin
+            piece = Piece(shard, first, *extent, none, position) if whole else None
+            return piece, position + 1
+        numbers = np.arange(position, min(position + PIECE_COUNT, shard.count)) + shard.base
+        begins, lengths = directory.offsets[numbers].astype(np.int64), directory.lengths(numbers)
+        ends = begins + lengths
+        gaps = begins[1:] - ends[:-1]
+        apart = (gaps < 0) | (gaps > MOST_GAP) | (ends[1:] - begins[0] > PIECE_SIZE)
+        count = int(apart.argmax()) + 1 if apart.any() else len(numbers)
+        rows = slice(0, count)
+        piece = Piece(
+            shard, position, begins[rows], lengths[rows], directory.checksums[numbers[rows]]
+        )
+        return (piece if piece.size > 0 else None), position + count
+
+    def _report(self, shard: OpenShard, damage: Damage) -> None:
+        """A sample is damaged, or its file has changed."""
+        if _is_scrubbed(shard):  # else nobody has it open by now
+            if shard.contradiction is not None:
+                self._catalog.set_stale(shard)
+            self._fail(shard, damage.index, explained(shard, damage.error))
+
+    def _fail(self, shard: OpenShard, index: int, error: FFServeError) -> None:
+        error.path = shard.path
+        self._failed(shard, shard.base + index, error, time.monotonic())
+
+
+def _is_scrubbed(shard: OpenShard) -> bool:
+    """Whether a file is open in a session and has checksums."""
+    # Blocks of a remote file may not be there; they have checksums of their own.
+    checked = (shard.chunked is not None or shard.checksum_kind) and shard.remote is None
+    return bool(shard.sessions and shard.fd >= 0 and not shard.stale and checked)
+
+
+def _count(shard: OpenShard) -> int:
+    return shard.count if shard.chunked is None else len(shard.chunked.chunks)
+
+
+def _check_and_close(fd: int, piece: Piece) -> list[Damage]:
+    """In a thread for which the daemon does not wait at its end: it closes the descriptor."""
+    try:
+        damage = check(fd, piece)
+        for each in damage:
+            if piece.shard.contradiction is None:
+                look(piece.shard, fd, each.error, each.record)
+        return damage
+    finally:
+        os.close(fd)
+
+
+def check(fd: int, piece: Piece) -> list[Damage]:
+    """Return the damage of a piece. Any thread."""
+    if piece.chunk >= 0:
+        error = _chunk_error(fd, piece)
+        return [] if error is None else [Damage(piece.first, error, (int(piece.begins[0]), 0, 0))]
+    damage = []
+    for k in _wrong(fd, piece).tolist():
+        record = int(piece.begins[k]), int(piece.lengths[k]), int(piece.expected[k])
+        error = _sample_error(fd, piece, k, record)
+        if error is not None:
+            damage.append(Damage(piece.first + k, error, record))
+    return damage
+
+
+def _wrong(fd: int, piece: Piece) -> Int64s:
+    """Return which samples of a piece are wrong, or cannot be read, at the first read."""
+    begin, kind = int(piece.begins[0]), piece.shard.checksum_kind
+    wrong = np.flatnonzero(piece.lengths > 0)
+    try:
+        if piece.size > PIECE_SIZE:  # one sample, of any size
+            found = np.array([extent_checksum(fd, kind, begin, piece.size)], np.uint32)
+        else:
+            (extent,) = read_extent(fd, begin, piece.size)
+            starts, lengths = piece.begins - begin, piece.lengths
+            found = checksums(kind, extent, starts.view(np.uint64), lengths.view(np.uint64))
+    except (OSError, EOFError):
+        return wrong
+    differ: Int64s = wrong[found[wrong] != piece.expected[wrong]]
+    return differ
+
+
+def _sample_error(
+    fd: int, piece: Piece, k: int, record: tuple[int, int, int]
+) -> FFServeError | None:
+    """Return the error of a sample that is wrong at the second read, too."""
+    offset, length, expected = record
+    shard = piece.shard
+    status, found = right_status(fd, shard.checksum_kind, offset, length, expected)
+    if not status:
+        return None
+    return status_error(
+        status,
+        path=shard.path,
+        index=piece.first + k,
+        offset=offset,
+        length=length,
+        found=found,
+        expected=expected,
+    )
+
+
+def _chunk_error(fd: int, piece: Piece) -> FFServeError | None:
+    """Return the error of a chunk that is damaged at the second read, too."""
+    shard, begin = piece.shard.chunked, int(piece.begins[0])
+    assert shard is not None
+    into = np.empty(int(shard.chunks.sizes[piece.chunk]), np.uint8)
+    about: Any = {"path": piece.shard.path, "index": piece.first, "offset": begin}
+    error: FFServeError | None = None
+    for again in chain((fd,), other_paths(fd)):
+        try:
+            shard.decode(piece.chunk, whole(again, begin, piece.size), into)
+        except FFServeError as failed:
+            error = failed.located(index=piece.first)
+        except EOFError:
+            error = status_error(STATUS_TRUNCATED, **about)
+        except OSError as failed:
+            error = status_error(-(failed.errno or errno.EIO), **about)
+        else:
+            return None
+    return error

@@ -1,0 +1,248 @@
+"""Shards: the properties of a shard that the daemon has opened, and of the OPEN that asks for it.
+
+`catalog.py` opens and closes them; sessions read their tables, STATUS lists them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ffserve.cache.inventory import CHUNKED, PREPARED, TOLERANT, VERIFIED, ShardRow
+from ffserve.cache.tables import SMALL_RECORD_SIZE
+from ffserve.formats.base import ChunkedShard
+from ffserve.server.files.remote import RemoteShard
+from ffserve.server.prepared.claims import Preparation, Preparations
+from ffserve.server.users.access import Owner, Viewer, viewer_of
+from ffserve.server.users.domains import Domain
+from ffserve.shardfile import Contradiction, FileState
+from ffserve.store.access import Access
+from ffserve.store.origin import Identity as RemoteIdentity
+
+Identity: TypeAlias = tuple[int, int, int, int, int]
+"""Device, inode, size, mtime, ctime."""
+Key: TypeAlias = tuple[Identity, str | None, bool, bool, Owner | None, int]
+"""Identity, format, verify, tolerant; the owner of the domain; and -1, or the base of a shard that
+is stale."""
+Alias: TypeAlias = tuple[Identity, str | None, str, bool, bool]
+"""How clients ask for a shard: identity, format (or nil), the end of its name if they name none,
+verify, tolerant."""
+_PREPARED_BY = re.compile(r"(.*) ([0-9]{1,19}) ([0-9a-f]{64})", re.DOTALL)
+"""The path of a row of prepared samples: name of the preparation, first index, key."""
+SUFFIX_LENGTH = 16
+"""Characters of a name in an alias: the suffix may decide what the format is."""
+
+
+@dataclass(slots=True, eq=False)
+class OpenShard:
+    """A shard in the tables of the daemon.
+
+    path: the name that the client gave who opened it first. fd: -1 while it is closed. sessions:
+    data sets of sessions that contain it; holders: the same by owner. proven: who has passed a
+    descriptor of it.
+    """
+
+    key: Key
+    path: str
+    format: str
+    fd: int
+    size: int
+    count: int
+    base: int
+    checksum_kind: int
+    fingerprint: int
+    alignment: int
+    cached_fd: int
+    """The file through the page cache, -1 for none; see `page_cache.open_cached`."""
+    payload_size: int
+    device: int
+    scanned: str | None
+    domain: Domain
+    chunked: ChunkedShard | None = None
+    sessions: int = 0
+    holders: dict[Owner, int] = field(default_factory=dict)
+    proven: frozenset[Owner] = frozenset()
+    names: dict[Viewer, str] = field(default_factory=dict)
+    """By user who has passed a descriptor: the path that this user gave."""
+    aliases: tuple[Alias, ...] = ()
+    preparation: Preparation | None = None
+    """Its samples are prepared by clients, and it has no file."""
+    first: int = 0
+    """Of prepared samples: the index of the first one, on which they may depend."""
+    contradiction: Contradiction | None = None
+    """Why its tables contradict its file. It is found out in any thread; `Catalog.set_stale`
+    follows."""
+    stale: bool = False
+    """The file has other records by now; the next data set with it opens it anew."""
+    idle_since: float = 0.0
+    damaged: int = 0
+    """Samples that were found damaged."""
+    _damaged: bytearray = field(default_factory=bytearray)
+    """A bit for each sample, once one was found."""
+    remote: RemoteShard | None = None
+    """Its file is an object of the store."""
+    adopted: bool = False
+    """It is a predecessor's, and nobody has passed a descriptor of it yet."""
+
+    @property
+    def opened(self) -> FileState:
+        """The file before its tables were read."""
+        return FileState(*self.key[0][2:])
+
+    def note_damaged(self, number: int) -> None:
+        """Count a sample as damaged, once."""
+        self._damaged = self._damaged or bytearray(self.count // 8 + 1)
+        byte, bit = divmod(number - self.base, 8)
+        self.damaged += ~self._damaged[byte] >> bit & 1
+        self._damaged[byte] |= 1 << bit
+
+
+@dataclass(slots=True, eq=False)
+class PassedFile:
+    """A descriptor that a client passed for a file of its OPEN, -1 once it is closed; `index`: of
+    its index file."""
+
+    position: int
+    fd: int
+    index: int | None = None
+
+
+@dataclass(slots=True)
+class Request:
+    """An OPEN: which files, and how.
+
+    paths: the client's names; nothing is opened by them. URLs are without secrets. identities: as
+    the client sees the files. remote: the versions of remote files, by position, and with what the
+    client reaches their origins.
+    """
+
+    paths: list[str]
+    identities: list[Identity]
+    format: str | None
+    verify: bool
+    tolerant: bool
+    remote: dict[int, RemoteIdentity] = field(default_factory=dict)
+    access: Access | None = None
+    aliases: list[Alias] = field(default_factory=list)
+    """By position, as the client sees the files; `name` makes them."""
+
+    def name(self, positions: range) -> None:
+        """Make the aliases of the next positions."""
+        self.aliases += [self.alias(k, self.identities[k]) for k in positions]
+
+    def alias(self, position: int, identity: Identity) -> Alias:
+        """Return how this request asks for a shard."""
+        end = "" if self.format else self.paths[position][-SUFFIX_LENGTH:]
+        return identity, self.format, end, self.verify, self.tolerant
+
+
+Passing: TypeAlias = Callable[[list[int]], Awaitable[list[PassedFile]]]
+"""Asks the client for descriptors of at most MOST_FILES positions; returns the first few of them,
+one at least. Raises an FFServeError when none come."""
+
+
+def prepared_key(source: Key, fingerprint: int, key: bytes, first: int, owner: Owner) -> Key:
+    """Return the key of the prepared samples of a shard; see `prepared_shard`."""
+    identity, form, verify, tolerant, _, base = source
+    how = f"{form or ''} {fingerprint:x} {key.hex()} {first}"
+    return identity, how, verify, tolerant, owner, base
+
+
+def prepared_shard(
+    source: OpenShard, preparation: Preparation, first: int, base: int, domain: Domain
+) -> OpenShard:
+    """Return the prepared samples of a shard. Args: first: the index of its first sample."""
+    viewer = viewer_of(preparation.owner)
+    return OpenShard(
+        prepared_key(source.key, source.fingerprint, preparation.key, first, preparation.owner),
+        f"{source.path} prepared by {preparation.name}",
+        "prepared",
+        fd=-1,
+        size=0,
+        count=source.count,
+        base=base,
+        checksum_kind=0,
+        fingerprint=source.fingerprint,
+        alignment=1,
+        cached_fd=-1,
+        payload_size=source.count * SMALL_RECORD_SIZE,
+        device=source.device,
+        scanned=None,
+        domain=domain,
+        names={viewer: f"{source.names.get(viewer, '')} prepared by {preparation.name}"},
+        preparation=preparation,
+        first=first,
+    )
+
+
+def row_of(shard: OpenShard) -> ShardRow:
+    """Return what a successor needs to know of a shard."""
+    identity, asked, verify, tolerant, *_ = shard.key
+    flags = (
+        (verify and VERIFIED) | (tolerant and TOLERANT) | (shard.chunked is not None and CHUNKED)
+    )
+    path, preparation = shard.path, shard.preparation
+    if preparation is not None:
+        asked, flags = (asked or "").split(" ", 1)[0], flags | PREPARED
+        path = f"{preparation.name} {shard.first} {preparation.key.hex()}"
+    return ShardRow(
+        shard.base,
+        shard.count,
+        identity,
+        shard.domain.serial,
+        shard.fingerprint,
+        shard.payload_size,
+        shard.alignment,
+        0,
+        shard.checksum_kind,
+        flags,
+        asked or "",
+        shard.format,
+        path,
+    )
+
+
+def preparation_of(row: ShardRow) -> tuple[str, int, bytes] | None:
+    """Return by what the samples of a row were prepared: name, index of the first one, key. None:
+    the row does not say it."""
+    found = _PREPARED_BY.fullmatch(row.path)
+    if found is None:
+        return None
+    name = found[1].encode(errors="surrogateescape").decode(errors="replace")
+    return name, int(found[2]), bytes.fromhex(found[3])
+
+
+def closed_shard(row: ShardRow, domain: Domain, preparations: Preparations) -> OpenShard:
+    """Return a shard of a predecessor, as one that was closed."""
+    verify, tolerant = bool(row.flags & VERIFIED), bool(row.flags & TOLERANT)
+    key: Key = row.identity, row.asked or None, verify, tolerant, domain.owner, -1
+    path, preparation, first = row.path, None, 0
+    if row.flags & PREPARED:
+        found = preparation_of(row)
+        assert found is not None and domain.owner is not None, "it was checked"
+        name, first, how = found
+        preparation = preparations.obtain(domain.owner, how, name)
+        key = prepared_key(key, row.fingerprint, how, first, domain.owner)
+        path = f"prepared by {name}"
+    return OpenShard(
+        key=key,
+        path=path,
+        format=row.format,
+        fd=-1,
+        size=0 if preparation is not None else row.identity[2],
+        count=row.count,
+        base=row.base,
+        checksum_kind=row.checksum_kind,
+        fingerprint=row.fingerprint,
+        alignment=row.alignment,
+        cached_fd=-1,
+        payload_size=row.payload_size,
+        device=row.identity[0],
+        scanned=None,
+        domain=domain,
+        preparation=preparation,
+        first=first,
+        adopted=True,
+    )

@@ -1,0 +1,544 @@
+"""The daemon as a process: its socket, its signals, its memory, systemd.
+
+`serve` takes the socket; `_run` connects state, server and signals. `state.py` shows the parts of
+the daemon, `session.py` the life of one connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import gc
+import grp
+import importlib
+import logging
+import os
+import resource
+import signal
+import socket
+import stat
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import uvloop
+
+from ffserve import __version__
+from ffserve.cache.inventory import Inventory
+from ffserve.config import ServerConfig, format_size, merge_live
+from ffserve.engine.io import ring_refusal
+from ffserve.errors import FFServeError, ReadError, UsageError
+from ffserve.files import os_error, raise_file_limit
+from ffserve.machine import usable_memory
+from ffserve.memfd import is_locked_below
+from ffserve.server.files.remote import store_fault, try_store
+from ffserve.server.life.fd_store import forget, keep, memory_of, notify, passed
+from ffserve.server.life.handover import DRAIN_S, LISTENER, LOCK, give, take_from
+from ffserve.server.life.log import start_logging
+from ffserve.server.life.restart import QUARANTINE_S, RETURN_S, take
+from ffserve.server.sessions.server import Server, listen
+from ffserve.server.sessions.state import ServerState
+from ffserve.server.users.access import may_read_everything
+from ffserve.socket_path import prepare_socket_directory
+
+log = logging.getLogger("ffserve")
+
+Action: TypeAlias = Callable[[], object]
+_STOPPING = (signal.SIGTERM, signal.SIGINT)
+STATUS_INTERVAL_S = 5.0
+"""How often the service manager gets a line about the daemon, if it has changed."""
+IDLE_CHECK_S = 1.0
+"""How often the daemon looks whether it has been idle for long."""
+_BACKLOG = 1024
+SETTLE_INTERVAL_S = 1.0
+"""How often a daemon that took memory over looks for leases of its predecessor."""
+EXIT_FAULT = 1
+"""Exit code after an internal error; systemd starts the daemon again."""
+LEAST_FILES = 64
+"""Descriptors: the daemon itself needs two dozen, and some more for each client that connects."""
+OWN_SIZE = 32 * 1024 * 1024
+"""Memory of a daemon beside its arena when it starts, with a margin. Tables of samples and orders
+come on top (docs/CONFIGURATION.md)."""
+
+
+def check(config: ServerConfig, ignored: Sequence[str] = ()) -> None:
+    """Check whether a daemon could start with these settings, as far as that can be known before.
+
+    Args: ignored: see `load_config`; each is logged.
+    Raises: UsageError.
+    """
+    for text in ignored:
+        log.warning("ignored a setting of an earlier release: %s", text)
+    raise_file_limit()
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    for fault in (
+        file_limit_fault(most_files),
+        common_fault(config),
+        memory_fault(config, usable_memory()),
+        store_fault(config),
+    ):
+        if fault is not None:
+            raise fault
+    for root in config.roots:
+        if not os.path.isdir(root):
+            log.warning("missing root %s: it is served as soon as the directory exists", root)
+    group_of(config)
+    if config.http:
+        http_module()
+
+
+def serve(
+    config: ServerConfig,
+    load: Callable[[], ServerConfig],
+    ignored: Sequence[str] = (),
+    *,
+    handover: bool = False,
+) -> int:
+    """Run the daemon until SIGTERM or SIGINT, or until another one takes it over; return its exit
+    code.
+
+    SIGHUP reloads the settings. If the daemon has a terminal, the signal means that the terminal
+    was closed, and ends it; nohup makes the process ignore it.
+
+    Args: load: reads the settings again. ignored: as of `check`. handover: take the running daemon
+        over.
+    Raises:
+        UsageError: another daemon serves this socket, or its path is not a socket; with handover:
+            none serves it, or it does not hand over.
+        AccessDenied, ReadError: the socket or the shared memory cannot be created.
+    """
+    start_logging(config.log_level, config.log_format)
+    check(config, ignored)  # all of it before another daemon hands over, which ends that one
+    try_store(config)
+    signals = _Signals()
+    sockets, kept = passed()
+    lock: int | None = None
+    if sockets:
+        listener = sockets[0]
+    elif handover:
+        listener, lock, kept = take_from(config.socket)
+        _write_pid(lock)
+    else:
+        listener, lock = _listen(config)
+    handed = False
+    try:
+        http = _http_listener(config, sockets[1:])
+        handed = uvloop.run(_run(config, listener, lock, http, kept, load, signals))
+        return 0
+    finally:
+        listener.close()
+        if lock is not None and not handed:
+            _remove_socket(config.socket, lock)
+
+
+def file_limit_fault(most_files: int) -> UsageError | None:
+    """Return why no daemon can start with this limit on open files; None: one can."""
+    if most_files >= LEAST_FILES:
+        return None
+    return UsageError(
+        f"the limit on open files is {most_files}; the daemon needs {LEAST_FILES} and one for "
+        "each file that it serves",
+        hint="raise the limit (ulimit -n, or LimitNOFILE= in the systemd unit)",
+    )
+
+
+def common_fault(config: ServerConfig) -> UsageError | None:
+    """Return why this user's daemon cannot have the setting `common`; None: it can."""
+    if config.common != "user" or not may_read_everything():
+        return None
+    return UsageError(
+        "common = 'user' shares what the daemon's own user may read, and this user may read every "
+        "file",
+        hint="run the daemon as an ordinary user, or set common = 'world'",
+    )
+
+
+def memory_fault(config: ServerConfig, memory: int) -> UsageError | None:
+    """Return why the arena has no room in so many bytes of memory; None: it has."""
+    if config.arena_size <= memory - OWN_SIZE:
+        return None
+    return UsageError(
+        f"an arena of {format_size(config.arena_size)} and {format_size(OWN_SIZE)} for the daemon "
+        f"itself exceed the {format_size(memory)} of memory that this process may use",
+        hint="choose a smaller --arena, and leave memory for the jobs",
+    )
+
+
+class _Signals:
+    """The signals that the daemon handles. They may come before its loop handles them.
+
+    A daemon with a terminal gets SIGHUP when the terminal is closed.
+    """
+
+    def __init__(self) -> None:
+        hangup = {signal.SIGHUP} if _has_terminal() else set()
+        self._stopping = self._wanted({*_STOPPING, *hangup})
+        self._reloading = self._wanted({signal.SIGHUP} - hangup)
+        self._early: list[int] = []
+        for number in self._stopping + self._reloading:
+            signal.signal(number, lambda number, _frame: self._early.append(number))
+
+    def _wanted(self, numbers: set[signal.Signals]) -> list[signal.Signals]:
+        return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+
+    def attach(self, loop: asyncio.AbstractEventLoop, stop: Action, reload: Action) -> None:
+        """Call one of these for each signal, also for those that came before."""
+        for numbers, action in ((self._stopping, stop), (self._reloading, reload)):
+            for number in numbers:
+                loop.add_signal_handler(number, action)
+            if set(self._early) & set(numbers):
+                loop.call_soon(action)
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+async def _run(
+    config: ServerConfig,
+    listener: socket.socket,
+    lock: int | None,
+    http_listener: socket.socket | None,
+    kept: dict[str, int],
+    load: Callable[[], ServerConfig],
+    signals: _Signals,
+) -> bool:
+    """Serve until the end; return whether another daemon took over."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    state = _state(config, kept)
+    loop.set_exception_handler(partial(_end_at_once, state.inventory))
+    state.engines.on_broken = stop.set
+    keep(state)
+    server = Server(state, listener)
+    server.on_heir = stop.set
+    close_http: Action | None = None
+    if http_listener is not None:
+        show_jobs = config.http_jobs == "all"
+        close_http = http_module().HttpServer(server, http_listener, show_jobs=show_jobs).close
+    state.pages.start()
+    signals.attach(loop, stop.set, partial(_reload, server, load))
+    _log_start(server)
+    # What was made until now stays: without it a whole collection is over in a part of the time.
+    gc.freeze()
+    if config.engine == "auto" and (reason := ring_refusal(state.engines.kind)):
+        log.warning("io_uring is not used (%s): reading with %s", reason, state.engines.kind)
+    notify(f"READY=1\nSTATUS={_status(server)}")
+    tasks = [
+        loop.create_task(each)
+        for each in (_watchdog(), _report(server), _settle(state), _stop_when_idle(server, stop))
+    ]
+    await stop.wait()
+    for task in tasks:
+        task.cancel()
+    return await _end(server, listener, lock, close_http)
+
+
+async def _end(
+    server: Server, listener: socket.socket, lock: int | None, close_http: Action | None
+) -> bool:
+    """Answer what is under way and end; return whether another daemon took over."""
+    state = server.state
+    notify(f"STOPPING=1\nSTATUS=stopping, clients: {server.connection_count}")
+    if server.heir is None:
+        log.info("stopping: %d clients", server.connection_count)
+    else:
+        log.info("stopping: %d clients, another daemon takes over", server.connection_count)
+    broken = state.engines.broken
+    if broken:
+        state.inventory.doubt()
+    patience_s = 0.0 if broken else state.config.drain_timeout_s
+    if server.heir is not None:
+        patience_s = min(patience_s, DRAIN_S)
+    if not await server.drain(patience_s) and server.heir is None:
+        log.warning("stopped with unanswered requests after %g s", patience_s)
+    if close_http is not None:
+        close_http()
+    state.close()
+    if broken:
+        raise ReadError(
+            "an I/O engine failed while it was reading: the kernel may still write to the arena, "
+            "so the daemon ends",
+            hint="start the daemon again (systemd does so); see dmesg for the cause",
+        )
+    if server.heir is None or lock is None:
+        return False
+    sock, tag = server.heir
+    try:
+        give(sock, tag, {LISTENER: listener.fileno(), LOCK: lock, **memory_of(state)})
+    except OSError as error:
+        log.warning("the daemon that was to take over is gone: %s", error)
+        return False
+    return True
+
+
+def _state(config: ServerConfig, fds: dict[str, int]) -> ServerState:
+    """Return the parts of the daemon, over the memory of a predecessor if that can be used.
+
+    Args: fds: of the predecessor, by name.
+    """
+    if not fds:
+        return ServerState(config)
+    names = list(fds)
+    try:
+        kept = take(fds, config)
+    except ReadError as error:
+        log.warning("starting with empty memory, that of the daemon before is not used: %s", error)
+        kept, left = None, names
+    else:
+        left = list(fds)
+    for fd in fds.values():
+        os.close(fd)
+    forget(left)
+    try:
+        state = ServerState(config, kept)
+    except ReadError:
+        forget(names)  # the next daemon starts with new memory
+        raise
+    if state.adopted is not None:
+        log.info("took over %d samples, %s", state.adopted.samples, format_size(state.adopted.size))
+    return state
+
+
+async def _settle(state: ServerState) -> None:
+    """End what waits for the predecessor's clients and reads."""
+    adopted = state.adopted
+    if adopted is None:
+        return
+    began = time.monotonic()
+    returning = quarantined = True
+    generation = state.inventory.get("generation")
+    while returning or quarantined or len(adopted.leased):
+        await asyncio.sleep(SETTLE_INTERVAL_S)
+        since_s = time.monotonic() - began
+        if quarantined and since_s >= QUARANTINE_S:
+            adopted.end_quarantine()
+            quarantined = False
+        if returning and since_s >= RETURN_S:
+            state.cache.policy.returning.clear()
+            state.catalog.end_return()
+            returning = False
+        if len(adopted.leased) and not is_locked_below(state.page.file.fd, generation):
+            adopted.end_leases()
+        state.scheduler.pump(time.monotonic())
+
+
+def _log_start(server: Server) -> None:
+    state = server.state
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    log.info(
+        "serving %s on %s, arena %s, engine %s, version %s; limits: arena %s, %d sessions, "
+        "%d files, %s of locked memory",
+        " ".join(state.config.roots),
+        state.config.socket,
+        format_size(state.arena.size),
+        state.engines.kind,
+        __version__,
+        format_size(state.arena.limit),
+        server.state.most_sessions,
+        resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "any amount" if locked == resource.RLIM_INFINITY else format_size(locked),
+    )
+
+
+def _end_at_once(
+    inventory: Inventory, loop: asyncio.AbstractEventLoop, context: dict[str, Any]
+) -> None:
+    """End the process after an exception in a callback of the loop.
+
+    Nobody answers the requests of that turn, and signs of life would keep their clients waiting.
+    Nor can the tables be trusted, so no other request is answered from them, and no successor takes
+    them over. The kernel closes the sockets, and the clients go on by themselves.
+    """
+    error = context.get("exception")
+    if error is None:
+        loop.default_exception_handler(context)
+        return
+    inventory.doubt()
+    log.critical("internal error, the daemon ends", exc_info=error)
+    os._exit(EXIT_FAULT)
+
+
+def _reload(server: Server, load: Callable[[], ServerConfig]) -> None:
+    """Read the settings again and follow them; keep the present ones if they are not valid."""
+    notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+    try:
+        new, changed, left = merge_live(server.state.config, load())
+        server.reconfigure(new)
+    except FFServeError as error:
+        log.error("the settings were not changed: %s", error)
+        line = f"the settings were not changed: {error}"
+    else:
+        logging.getLogger().setLevel(new.log_level.upper())
+        log.info("reloaded the settings; changed: %s", ", ".join(changed) or "none")
+        if left:
+            log.warning("a restart is needed for the new value of %s", ", ".join(left))
+        line = _status(server)
+    notify(f"READY=1\nSTATUS={line}")
+
+
+async def _stop_when_idle(server: Server, stop: asyncio.Event) -> None:
+    while True:
+        timeout_s = server.state.config.idle_timeout_s
+        left_s = timeout_s - server.idle_s
+        if timeout_s and left_s <= 0:
+            break
+        # The setting can change.
+        await asyncio.sleep(min(left_s, IDLE_CHECK_S) if timeout_s else IDLE_CHECK_S)
+    log.info("no client for %g s", timeout_s)
+    stop.set()
+
+
+def _status(server: Server) -> str:
+    """Return one line for `systemctl status`."""
+    state = server.state
+    counters, arena = state.cache.counters, state.arena
+    return (
+        f"clients: {server.connection_count}; "
+        f"arena: {format_size(arena.used_size)} of {format_size(arena.size)} used; "
+        f"read: {format_size(state.engines.read_size)}; "
+        f"failed blocks: {counters.failed}"
+    )
+
+
+async def _report(server: Server) -> None:
+    last = ""
+    while True:
+        await asyncio.sleep(STATUS_INTERVAL_S)
+        if (line := _status(server)) != last:
+            notify(f"STATUS={line}")
+            last = line
+
+
+async def _watchdog() -> None:
+    interval_s = _watchdog_interval_s()
+    while interval_s is not None:
+        notify("WATCHDOG=1")
+        await asyncio.sleep(interval_s / 2)
+
+
+def _watchdog_interval_s() -> float | None:
+    """Return the period in which the service manager expects WATCHDOG=1; None: it does not."""
+    wanted = os.environ.get("WATCHDOG_USEC", "")
+    pid = os.environ.get("WATCHDOG_PID", str(os.getpid()))
+    if not wanted.isdecimal() or pid != str(os.getpid()):
+        return None
+    return int(wanted) / 1e6
+
+
+# ---- the socket -------------------------------------------------------------------------------
+
+
+def _listen(config: ServerConfig) -> tuple[socket.socket, int]:
+    """Return a listening socket and the lock on it."""
+    path = config.socket
+    prepare_socket_directory(path)
+    lock = _lock(path)
+    try:
+        group = group_of(config)
+        return listen(path, mode=config.socket_mode, group=group, backlog=_BACKLOG), lock
+    except BaseException:
+        _remove_lock(path, lock)
+        raise
+
+
+def http_module() -> ModuleType:
+    """Return the module for HTTP. Raises: UsageError: it needs packages that are not installed."""
+    try:
+        return importlib.import_module("ffserve.server.status.http")
+    except ImportError as error:
+        raise UsageError(
+            f"HTTP needs a package that is not installed: {error.name}",
+            hint="pip install 'ffserve[metrics]'",
+        ) from error
+
+
+def _http_listener(config: ServerConfig, passed: Sequence[socket.socket]) -> socket.socket | None:
+    """Return a listening socket for HTTP: a TCP socket that systemd passed, or that of the
+    configuration; None: there is none."""
+    for each in passed:
+        if each.family in (socket.AF_INET, socket.AF_INET6):
+            return each
+    if not config.http:
+        return None
+    listener: socket.socket = http_module().listen(config, group_of(config))
+    return listener
+
+
+def _lock(path: str) -> int:
+    """Lock the socket's path, so that one daemon serves it; the kernel frees the lock."""
+    lock_path = path + ".lock"
+    while True:
+        try:
+            fd = _open_lock(lock_path)
+        except OSError as error:
+            raise os_error(error, lock_path, hint="choose another path with --socket") from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = os.read(fd, 32).decode(errors="replace").strip()
+            os.close(fd)
+            raise UsageError(
+                f"another daemon{f' (pid {pid})' if pid else ''} serves this socket",
+                path=path,
+                hint="stop that daemon, or choose another path with --socket",
+            ) from None
+        # An ending daemon unlinks its lock file: check that the name is that of the locked file.
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(lock_path).st_ino == os.fstat(fd).st_ino:
+                _write_pid(fd)
+                return fd
+        os.close(fd)
+
+
+def _write_pid(lock: int) -> None:
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+
+
+def _open_lock(path: str) -> int:
+    """Open or create the lock file. Raises: OSError; UsageError: it is not a file of this user's
+    alone, since another user may have put a link there."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    fd = os.open(path, flags, 0o600)
+    found = os.fstat(fd)
+    if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink <= 1:
+        return fd
+    os.close(fd)
+    raise UsageError(
+        "the lock file of the socket is not a file of the daemon's user alone",
+        path=path,
+        hint="remove it, or choose another path with --socket",
+    )
+
+
+def group_of(config: ServerConfig) -> int | None:
+    """Return the group of sockets; None: the daemon's own."""
+    group = config.socket_group
+    if group is None:
+        return None
+    try:
+        return int(group) if group.isdecimal() else grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise UsageError(
+            f"unknown group {group!r}", hint="set socket_group to a group of this machine"
+        ) from None
+
+
+def _remove_socket(path: str, lock: int) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+    _remove_lock(path, lock)
+
+
+def _remove_lock(path: str, lock: int) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path + ".lock")
+    os.close(lock)

@@ -1,0 +1,101 @@
+"""The service manager's store of descriptors: a daemon's memory outlives the daemon.
+
+systemd keeps descriptors that a service sends with FDSTORE=1, by name, and passes them to the next
+process of the unit behind the sockets (sd_notify(3), sd_listen_fds(3), FileDescriptorStoreMax= in
+systemd.service(5)). A store that is full drops what it gets and says nothing; the successor finds
+a name missing then.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import stat
+
+from ffserve.cache.inventory import NAME
+from ffserve.memfd import MemoryFile
+from ffserve.server.life.restart import FILE_NAMES, PAGE_NAME, file_names
+from ffserve.server.sessions.state import ServerState
+from ffserve.server.users.domains import Domain
+
+_FIRST_PASSED_FD = 3
+
+
+def notify(state: str, *fds: int) -> None:
+    """Send a state such as "READY=1" to the service manager, if there is one, with descriptors."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    if address.startswith("@"):
+        address = "\0" + address[1:]
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock,
+    ):
+        sock.connect(address)
+        sock.sendmsg([state.encode()], rights)
+
+
+def passed() -> tuple[list[socket.socket], dict[str, int]]:
+    """Return what the service manager passed: sockets, and the descriptors of the daemon before by
+    name. Others are closed. A second call returns nothing."""
+    sockets: list[socket.socket] = []
+    kept: dict[str, int] = {}
+    count, pid = os.environ.pop("LISTEN_FDS", ""), os.environ.pop("LISTEN_PID", "")
+    names = os.environ.pop("LISTEN_FDNAMES", "").split(":")
+    if pid != str(os.getpid()) or not count.isdecimal():
+        return sockets, kept
+    for k in range(int(count)):
+        fd, name = _FIRST_PASSED_FD + k, names[k] if k < len(names) else ""
+        with contextlib.suppress(OSError):
+            os.set_inheritable(fd, False)
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                sockets.append(socket.socket(fileno=fd))
+            elif _is_ours(name) and name not in kept:
+                kept[name] = fd
+            else:
+                os.close(fd)
+    return sockets, kept
+
+
+def _is_ours(name: str) -> bool:
+    kind, _, serial = name.rpartition("-")
+    return name in (PAGE_NAME, NAME) or (kind in FILE_NAMES and serial.isdecimal())
+
+
+def forget(names: list[str]) -> None:
+    """Have the service manager close what it keeps by these names."""
+    for name in names:
+        notify(f"FDSTOREREMOVE=1\nFDNAME={name}")
+
+
+def keep(state: ServerState) -> None:
+    """Have the service manager keep the memory of a daemon, also that of domains to come."""
+    _store(PAGE_NAME, state.page.file)
+    _store(NAME, state.inventory.file)
+    for domain in state.domains.every:
+        _keep_domain(domain)
+    state.domains.made = _keep_domain
+    state.domains.gone = lambda domain: forget(file_names(domain.serial))
+
+
+def memory_of(state: ServerState) -> dict[str, int]:
+    """Return the descriptors of a daemon's memory by name."""
+    fds = {PAGE_NAME: state.page.file.fd, NAME: state.inventory.file.fd}
+    for domain in state.domains.every:
+        names = file_names(domain.serial)
+        fds |= {name: file.fd for name, file in zip(names, domain.files, strict=True)}
+    return fds
+
+
+def _keep_domain(domain: Domain) -> None:
+    for name, file in zip(file_names(domain.serial), domain.files, strict=True):
+        _store(name, file)
+
+
+def _store(name: str, file: MemoryFile) -> None:
+    # FDPOLL=0: a file has nothing to be polled for.
+    notify(f"FDSTORE=1\nFDPOLL=0\nFDNAME={name}", file.fd)

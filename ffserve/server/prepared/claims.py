@@ -1,0 +1,310 @@
+"""Prepared samples: which session prepares which sample, and which preparations are shared.
+
+Clients make prepared samples and hand them over; the daemon keeps them as samples of *prepared
+shards* (`catalog.Catalog.open_prepared`), which have no file. To it they are bytes. A sample is
+claimed by one session at a time, so that two that need it at about the same time prepare it once. A
+session hands over what it has claimed before it waits for others, so sessions never wait for one
+another in a circle. docs/decisions/prepared.md has the reasons.
+
+No socket and no clock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve.cache.tables import Directory
+from ffserve.protocol import ELSEWHERE, MOST_CLAIMED, READABLE, UNSHARED, YOURS
+from ffserve.server.users.access import Owner
+
+CLAIM_S = 30.0
+"""After that a claim goes to those who wait for it."""
+MOST_HELD = 8192
+"""Samples that one data set of a session has claimed."""
+MOST_OF_USER = 1 << 18
+"""Samples that one user has claimed or waits for, in all sessions. Beyond, nothing is shared."""
+LEAST_WAITING = 64
+"""A CLAIM that waits counts as so many samples at least."""
+MOST_WAITING = 64
+"""CLAIMs of one data set of a session that wait."""
+LEAST_SAVED_S = 1e-15
+"""Per byte: times are divided by it, and clients say what preparing took (of empty samples, 0)."""
+MOST_DISTRUSTED = 1024
+"""Preparations that are remembered for not being deterministic."""
+
+Int64s: TypeAlias = NDArray[np.int64]
+States: TypeAlias = NDArray[np.uint8]
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Preparation:
+    """What the samples of a user are prepared by.
+
+    key: of the client. trusted: False once it has given two results for one sample. count, cost_s:
+    samples that were prepared for it, and how long that took. shared_count: samples that were found
+    in memory instead.
+    """
+
+    owner: Owner
+    key: bytes
+    name: str
+    trusted: bool = True
+    count: int = 0
+    cost_s: float = 0.0
+    size: int = 0
+    """Bytes of the samples that were prepared."""
+    shared_count: int = 0
+
+    raw_size: float = 0.0
+    """Mean bytes of a raw sample."""
+
+    def saved_per_byte_s(self, miss_s: float) -> float:
+        """Return the seconds that each byte in memory saves: of preparing, and of reading the raw
+        sample. Args: miss_s: seconds in which a byte is read."""
+        if not self.size:
+            return miss_s
+        saved_s = (self.cost_s + self.count * self.raw_size * miss_s) / self.size
+        return max(saved_s, LEAST_SAVED_S)
+
+    @property
+    def saved_s(self) -> float:
+        """Seconds of preparing that sharing has saved, by the mean cost."""
+        return self.shared_count * self.mean_cost_s
+
+    @property
+    def mean_cost_s(self) -> float:
+        """Seconds in which one sample is prepared, on average."""
+        return self.cost_s / max(self.count, 1)
+
+
+class Preparations:
+    """The preparations of all users."""
+
+    def __init__(self) -> None:
+        self._known: WeakValueDictionary[tuple[Owner, bytes], Preparation] = WeakValueDictionary()
+        self._distrusted: OrderedDict[tuple[Owner, bytes], Preparation] = OrderedDict()
+
+    def obtain(self, owner: Owner, key: bytes, name: str) -> Preparation:
+        """Return a user's preparation of this key; the first name that it was given stays."""
+        found = self._known.get((owner, key))
+        if found is None:
+            found = self._known[owner, key] = Preparation(owner, key, name)
+        return found
+
+    def distrust(self, preparation: Preparation) -> None:
+        """Share nothing of it from now on, also when it is opened again later."""
+        preparation.trusted = False
+        self._distrusted[preparation.owner, preparation.key] = preparation
+        while len(self._distrusted) > MOST_DISTRUSTED:
+            self._distrusted.popitem(last=False)
+
+    @property
+    def all(self) -> list[Preparation]:
+        """Return those that are in use, or whose samples are in memory."""
+        return list(self._known.values())
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A CLAIM that is answered when no other holder prepares its samples.
+
+    shared: whether the preparation is still shared. answer: takes the states. later: called when
+    `Claims.settle` must be called soon.
+    """
+
+    holder: object
+    numbers: Int64s
+    shared: Callable[[], bool]
+    answer: Callable[[States], object]
+    later: Callable[[Waiting], object]
+    claim: _Claim | None = None
+    """That it waits for. When that has ended, it waits for the next one, if there is any."""
+
+    @property
+    def amount(self) -> int:
+        """What it counts as, of what a user may have."""
+        return max(len(self.numbers), LEAST_WAITING)
+
+
+@dataclass(slots=True, eq=False)
+class _Claim:
+    """handed_over: the sample is being copied. waiting: in the order in which they came."""
+
+    holder: object
+    since: float
+    handed_over: bool = False
+    waiting: dict[Waiting, None] | None = None
+
+
+class Claims:
+    """Which holder (a data set of a session) prepares which samples.
+
+    A CLAIM that waits does so for one claim at a time. So what ends a claim costs little, however
+    many wait and however much they want.
+
+    Args: user_of: returns the user of a holder.
+    """
+
+    def __init__(
+        self, directory: Directory, user_of: Callable[[Any], object] = lambda holder: holder
+    ) -> None:
+        self._directory = directory
+        self._user_of = user_of
+        self._claims: dict[int, _Claim] = {}
+        self._awaited: dict[int, _Claim] = {}
+        """Those that somebody waits, or has waited, for."""
+        self._held: dict[object, set[int]] = {}
+        self._waiting: dict[object, set[Waiting]] = {}
+        self._amounts: Counter[object] = Counter()
+        """Samples that each user has claimed, or waits for."""
+
+    def claim(self, holder: object, numbers: Int64s, now: float) -> States:
+        """Claim those samples that are not in memory and that nobody else prepares.
+
+        Returns: the state of each sample, as in CLAIMED.
+        """
+        directory = self._directory
+        states = np.full(len(numbers), READABLE, np.uint8)
+        absent = np.flatnonzero(directory.entries["seq"][numbers] & 1 == 0)
+        held, user = self._held.setdefault(holder, set()), self._user_of(holder)
+        room = len(held) + min(MOST_HELD - len(held), MOST_OF_USER - self._amounts[user])
+        before = len(held)
+        taken = directory.slot_of[numbers[absent]] != 0
+        for k, number, loading in zip(
+            absent.tolist(), numbers[absent].tolist(), taken.tolist(), strict=True
+        ):
+            claim = self._claims.get(number)
+            if claim is not None:
+                mine = claim.holder is holder and not claim.handed_over
+                states[k] = YOURS if mine else ELSEWHERE
+            elif loading or len(held) >= room:
+                states[k] = UNSHARED
+            else:
+                self._claims[number] = _Claim(holder, now)
+                held.add(number)
+                states[k] = YOURS
+        self._count(user, len(held) - before)
+        if not held:
+            del self._held[holder]
+        return states
+
+    def _count(self, user: object, amount: int) -> None:
+        self._amounts[user] += amount
+        if not self._amounts[user]:
+            del self._amounts[user]
+
+    def wait(self, waiting: Waiting, now: float) -> None:
+        """As `claim`; answer when none of the samples is claimed by another holder any more."""
+        holder, user = waiting.holder, self._user_of(waiting.holder)
+        if self._amounts[user] + waiting.amount > MOST_OF_USER:
+            states = self.claim(holder, waiting.numbers, now)
+            states[states == ELSEWHERE] = UNSHARED
+            waiting.answer(states)
+            return
+        self._count(user, waiting.amount)
+        self._waiting.setdefault(holder, set()).add(waiting)
+        self.settle(waiting, now)
+
+    def waiting_count(self, holder: object) -> int:
+        """Return how many CLAIMs of a holder wait."""
+        return len(self._waiting.get(holder, ()))
+
+    def settle(self, waiting: Waiting, now: float) -> None:
+        """Answer a CLAIM, or wait for what another holder has claimed."""
+        if waiting not in self._waiting.get(waiting.holder, ()):
+            return
+        if not waiting.shared():
+            self._answer(waiting, np.full(len(waiting.numbers), UNSHARED, np.uint8))
+            return
+        # Nothing is claimed before: who waits and holds claims could be waited for in a circle.
+        waiting.claim = claim = self._elsewhere(waiting, now)
+        if claim is None:
+            self._answer(waiting, self.claim(waiting.holder, waiting.numbers, now))
+            return
+        if claim.waiting is None:
+            claim.waiting = {}
+        claim.waiting[waiting] = None
+
+    def _elsewhere(self, waiting: Waiting, now: float) -> _Claim | None:
+        """Return a claim that a CLAIM has to wait for; old ones end."""
+        numbers = waiting.numbers
+        for number in numbers[self._directory.entries["seq"][numbers] & 1 == 0].tolist():
+            claim = self._claims.get(number)
+            if claim is None or (claim.holder is waiting.holder and not claim.handed_over):
+                continue
+            if claim.handed_over or now - claim.since <= CLAIM_S:
+                self._awaited[number] = claim
+                return claim
+            self.end(claim.holder, [number])
+        return None
+
+    def _answer(self, waiting: Waiting, states: States) -> None:
+        mine = self._waiting[waiting.holder]
+        mine.discard(waiting)
+        if not mine:
+            del self._waiting[waiting.holder]
+        self._stop_waiting(waiting)
+        waiting.answer(states)
+
+    def _stop_waiting(self, waiting: Waiting) -> None:
+        self._count(self._user_of(waiting.holder), -waiting.amount)
+        if waiting.claim is not None and waiting.claim.waiting is not None:
+            waiting.claim.waiting.pop(waiting, None)
+
+    def hand_over(self, holder: object, numbers: Int64s) -> NDArray[np.bool_]:
+        """A holder hands samples over, which are being copied until `end`.
+
+        Returns: which of them it has claimed, and has not handed over yet.
+        """
+        taken = np.zeros(len(numbers), np.bool_)
+        for k, number in enumerate(numbers.tolist()):
+            claim = self._claims.get(number)
+            if claim is not None and claim.holder is holder and not claim.handed_over:
+                claim.handed_over = taken[k] = True
+        return taken
+
+    def end(self, holder: object, numbers: list[int]) -> None:
+        """These claims of a holder have ended: the samples are in memory, or free to be claimed."""
+        held = self._held.get(holder, set())
+        before, woken = len(held), list[Waiting]()
+        for number in numbers:
+            if number not in held:
+                continue
+            held.discard(number)
+            self._awaited.pop(number, None)
+            woken += self._claims.pop(number).waiting or ()
+        self._count(self._user_of(holder), len(held) - before)
+        if not held:
+            self._held.pop(holder, None)
+        for waiting in woken:
+            waiting.claim = None
+            waiting.later(waiting)
+
+    def leave(self, holder: object) -> Iterator[None]:
+        """A holder has gone; take steps. The claims of what it has handed over end when that is
+        copied."""
+        for waiting in self._waiting.pop(holder, ()):
+            self._stop_waiting(waiting)
+            waiting.answer(np.full(len(waiting.numbers), UNSHARED, np.uint8))
+        held = self._held.get(holder, ())
+        left = [number for number in held if not self._claims[number].handed_over]
+        for first in range(0, len(left), MOST_CLAIMED):
+            self.end(holder, left[first : first + MOST_CLAIMED])
+            yield None
+
+    def expire(self, now: float) -> None:
+        """End old claims that others wait for, unless the samples were handed over."""
+        old = [
+            (claim.holder, number)
+            for number, claim in self._awaited.items()
+            if claim.waiting and now - claim.since > CLAIM_S and not claim.handed_over
+        ]
+        for holder, number in old:
+            self.end(holder, [number])

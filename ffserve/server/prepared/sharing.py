@@ -1,0 +1,260 @@
+"""Sharing: PREPARE, CLAIM, PUT, DISTRUST of one session; `prepared.py` has the claims of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve import protocol
+from ffserve.dataset import Layout
+from ffserve.errors import FFServeError, ProtocolError, ReadError, UsageError
+from ffserve.protocol import Message
+from ffserve.server.prepared.claims import MOST_WAITING, Preparation, Waiting
+from ffserve.server.reading.scheduler import SampleRequest
+from ffserve.server.sessions.datasets import MOST_NAME, Dataset, Steps
+from ffserve.server.sessions.state import ServerState
+
+if TYPE_CHECKING:
+    from ffserve.server.sessions.session import Session
+
+EVICTED_COUNT = 1024
+"""Prepared samples that are evicted in one step."""
+
+Uint64s = NDArray[np.uint64]
+
+
+@dataclass(slots=True, eq=False)
+class PrepareRequest:
+    """What a PREPARE asks for. source: the data set, which stays open meanwhile."""
+
+    source: Dataset
+    key: bytes
+    name: str
+
+
+class Sharing:
+    """What a session does with prepared samples.
+
+    Args:
+        send: takes a message for the client.
+        preparer: called with the tag and what is asked for to get the memory file; `opened` or
+            `not_opened` must be called then. None: nothing is shared.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        state: ServerState,
+        send: Callable[[Message], Any],
+        preparer: Callable[[int, PrepareRequest], None] | None,
+    ) -> None:
+        self._session = session
+        self._state = state
+        self._send = send
+        self._preparer = preparer
+
+    def prepare(self, message: protocol.Prepare) -> None:
+        """Open the prepared samples of a data set."""
+        session, state = self._session, self._state
+        tag, source = message.tag, session.dataset_of(message.dataset, "PREPARE")
+        name = message.what.get("name")
+        if (
+            len(message.key) != protocol.KEY_SIZE
+            or not isinstance(name, str)
+            or len(name) > MOST_NAME
+        ):
+            raise ProtocolError("invalid PREPARE message: key or name is invalid")
+        if source.preparation is not None:
+            raise ProtocolError("PREPARE for a data set of prepared samples")
+        assert self._preparer is not None
+        if (most := session.most_datasets()) is not None:
+            session.fail(tag, UsageError(most, hint="close readers"))
+            return
+        user, most_files = session.user, state.most_memory_files
+        count = state.engines.copier.file_count
+        if not user.may_take(1, user.memory_files, count, most_files):
+            session.fail(
+                tag,
+                ReadError(
+                    f"user {user.uid} has {user.memory_files} data sets of prepared samples open, "
+                    f"and all users {count} of {most_files}",
+                    hint="close readers, or raise the daemon's limit on open files "
+                    "(LimitNOFILE= in the systemd unit, ulimit -n)",
+                ),
+            )
+            return
+        user.memory_files += 1
+        session.begin_opening()
+        source.requests += 1
+        self._preparer(tag, PrepareRequest(source, message.key, name))
+
+    def opened(self, tag: int, request: PrepareRequest, fd: int) -> None:
+        """The memory file for prepared samples has come; the session owns it from now on.
+
+        Raises: ReadError: the tables are full. `not_opened` must be called then.
+        """
+        session, source, owner = self._session, request.source, self._session.peer.owner
+        catalog, next_use = self._state.catalog, self._state.next_use
+        if not session.serves:
+            raise UsageError("the session has ended")
+        firsts = source.layout.firsts[:-1].tolist()
+        shards = catalog.open_prepared(source.shards, firsts, request.key, request.name, owner)
+        file = self._state.engines.copier.open(fd)
+        counts = np.array([shard.count for shard in shards], np.int64)
+        bases = np.array([shard.base for shard in shards], np.int64)
+        assert session.job is not None
+        progress = next_use.join(session.job.name, bases, counts)
+        progress.on_demand = True
+        preparation = catalog.preparations.obtain(owner, request.key, request.name)
+        next_use.groups[progress.group].saved_s = preparation.saved_per_byte_s
+        source.progress.feeds += 1
+        dataset = Dataset(
+            source.paths,
+            shards,
+            Layout(counts, bases),
+            progress,
+            preparation=preparation,
+            memory_file=file,
+            source=source.progress,
+        )
+        session.enter(tag, dataset)
+        session.request_ended(source)
+
+    def not_opened(self, tag: int, request: PrepareRequest, error: FFServeError) -> None:
+        """The prepared samples could not be opened."""
+        self._session.user.memory_files -= 1
+        self._session.request_ended(request.source)
+        self._session.not_opened(tag, error)
+
+    def _prepared(self, number: int, message: str) -> tuple[Dataset, Preparation]:
+        dataset = self._session.dataset_of(number, message)
+        if dataset.preparation is None:
+            raise ProtocolError(f"{message} for a data set that is not one of prepared samples")
+        return dataset, dataset.preparation
+
+    def claim(self, message: protocol.Claim, now: float) -> Steps:
+        """Say who prepares samples, at once or when nobody else does."""
+        dataset, preparation = self._prepared(message.dataset, "CLAIM")
+        claims, indices = self._state.claims, protocol.unpack_indices(message.indices)
+        if len(indices) > protocol.MOST_CLAIMED or claims.waiting_count(dataset) >= MOST_WAITING:
+            raise ProtocolError("invalid CLAIM message: too many samples, or too many of them wait")
+        numbers = yield from self._session.numbers_of(message.tag, dataset, indices)
+        if numbers is None:
+            return
+
+        def answer(states: NDArray[np.uint8]) -> None:
+            self._send(protocol.Claimed(message.tag, states.tobytes()))
+
+        if not preparation.trusted:
+            answer(np.full(len(numbers), protocol.UNSHARED, np.uint8))
+        elif message.wait:
+            waiting = Waiting(
+                dataset, numbers, lambda: preparation.trusted, answer, self._settle_later
+            )
+            claims.wait(waiting, now)
+        else:
+            answer(claims.claim(dataset, numbers, now))
+            self._state.cache.invalidate(dataset.progress.asked(numbers, now))
+            if dataset.progress.orders:
+                dataset.progress.passed(numbers)
+                self._state.cache.invalidate(numbers)
+
+    def _settle_later(self, waiting: Waiting) -> None:
+        self._session.later(self._settle(waiting))
+
+    def _settle(self, waiting: Waiting) -> Steps:
+        now = yield None
+        self._state.claims.settle(waiting, now)
+
+    def put(self, message: protocol.Put, now: float) -> Steps:
+        """Copy prepared samples that this session has claimed out of its memory file."""
+        session, state = self._session, self._state
+        dataset, preparation = self._prepared(message.dataset, "PUT")
+        indices = protocol.unpack_indices(message.indices)
+        places, sizes = _extents(message, len(indices))
+        asked, now = now, (yield from session.may_ask(now))
+        session.check_tag(message.tag)
+        numbers = yield from session.numbers_of(message.tag, dataset, indices)
+        if numbers is None:
+            return
+        claimed = state.claims.hand_over(dataset, numbers)
+        chosen = claimed & (sizes > 0) & (state.directory.slot_of[numbers] == 0)
+        chosen &= preparation.trusted
+        same = state.directory.set_new_lengths(numbers[chosen], sizes[chosen].astype(np.int64))
+        state.directory.offsets[numbers[chosen]] = places[chosen]
+        given_up = numbers[claimed & ~chosen].tolist()
+        if not same.all():
+            given_up += numbers[chosen].tolist()
+            chosen[:] = False
+        state.claims.end(dataset, given_up)
+        if chosen.any():
+            self._count(preparation, sizes[chosen], message.cost_us)
+        request = SampleRequest(
+            session.owner,
+            message.tag,
+            numbers[chosen],
+            dataset=dataset,
+            indices=indices[chosen],
+            asked=asked,
+        )
+        request.source = dataset.memory_file
+        dataset.requests += 1
+        if len(request.numbers):
+            state.scheduler.add(request, now)
+        else:
+            session.finished(request, now)
+        if not same.all():
+            yield from self._stop(dataset, preparation)
+
+    def _count(self, preparation: Preparation, sizes: Uint64s, cost_us: int) -> None:
+        arena, largest = self._state.arena, int(sizes.max())
+        if not preparation.count and int(sizes.min()) == largest <= arena.slab_size:
+            arena.make_class(largest)  # as `Cache.fit` does for the samples of a file
+        preparation.count += len(sizes)
+        preparation.size += int(sizes.sum())
+        preparation.cost_s += cost_us / 1e6
+        statistics = self._state.statistics
+        statistics.prepared += len(sizes)
+        statistics.preparing_s += cost_us / 1e6
+
+    def count_found(self, preparation: Preparation, count: int) -> None:
+        """Count samples that a client found in memory."""
+        preparation.shared_count += count
+        statistics = self._state.statistics
+        statistics.prepared_found += count
+        statistics.preparing_saved_s += count * preparation.mean_cost_s
+
+    def copied(self, request: SampleRequest) -> None:
+        """Samples of a PUT are in memory, or could not be copied."""
+        self._state.scheduler.acknowledge(self._session.owner, [request.tag])
+        self._state.claims.end(request.dataset, request.numbers.tolist())
+
+    def distrust(self, message: protocol.Distrust) -> Steps:
+        """Share no sample of a preparation any more."""
+        dataset, preparation = self._prepared(message.dataset, "DISTRUST")
+        return self._stop(dataset, preparation)
+
+    def _stop(self, dataset: Dataset, preparation: Preparation) -> Steps:
+        """A preparation is not deterministic: forget its samples, as far as they are not in use."""
+        state = self._state
+        state.catalog.preparations.distrust(preparation)
+        for shard in dataset.shards:
+            for first in range(shard.base, shard.base + shard.count, EVICTED_COUNT):
+                end = min(first + EVICTED_COUNT, shard.base + shard.count)
+                state.cache.allocator.evict(first, end)
+                yield None
+
+
+def _extents(message: protocol.Put, count: int) -> tuple[Uint64s, Uint64s]:
+    """Return the places and the sizes in a PUT. Raises: ProtocolError."""
+    places: Uint64s = protocol.unpack_numbers(message.places, count, "<u8")
+    sizes: Uint64s = protocol.unpack_numbers(message.lengths, count, "<u8")
+    if count > protocol.MOST_CLAIMED or not 0 <= message.cost_us < 1 << 53:
+        raise ProtocolError("invalid PUT message: too many samples, or an invalid cost")
+    if count and (int(sizes.max()) > protocol.MOST_PREPARED_SIZE or int(places.max()) >> 62):
+        raise ProtocolError("invalid PUT message: a place or length is out of range")
+    return places, sizes

@@ -1,0 +1,218 @@
+"""Chunk loader: decodes loads whose records are in chunks, and publishes them record by record.
+
+The chunks of a load are read as a few batches (`ffserve/reads/chunks.py`). A thread decodes each
+chunk straight into its part of the slot and publishes its records, whose lengths are known from
+then on. A damaged chunk fails its own records only. The bytes that are read and not yet decoded are
+bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from ffserve.cache.cache import Int64s, Load
+from ffserve.cache.tables import Directory, ShardTable
+from ffserve.engine.io import EngineBatch
+from ffserve.engine.shm import publish_run
+from ffserve.errors import STATUS_FORMAT, Failure
+from ffserve.memfd import SharedMemory
+from ffserve.reads.chunks import (
+    Bytes,
+    ChunkBatch,
+    ChunkRun,
+    DecodedChunk,
+    ReusableBuffers,
+    batches,
+    thread_pool,
+)
+from ffserve.reads.records import Failures
+from ffserve.server.reading.devices import Device, Devices
+from ffserve.server.reading.statistics import Histogram
+
+RAW_SIZE = 64 << 20
+"""Bytes that are being read or wait to be decoded, unless one batch is larger."""
+REUSED_SIZE = 16 << 20
+"""Bytes of memory for them that are kept for later batches."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Block(ChunkRun):
+    """A block of the cache: its first sample, and the offset of its slot in the arena."""
+
+    first: int
+    offset: int
+
+
+class ChunkLoader:
+    """See the module's text.
+
+    Args:
+        devices: that chunks are read from. submit: submits a batch to a device.
+        ended: called in the loop's thread when one of the `batches` of a load has ended.
+        mending: gives `ChunkRun.mend` for an extent (device, file, begin, end).
+    """
+
+    def __init__(
+        self,
+        memory: SharedMemory,
+        directory: Directory,
+        table: ShardTable,
+        devices: Devices,
+        submit: Callable[[Device, EngineBatch], None],
+        ended: Callable[[Load], None],
+        mending: Callable[[Device, int, int, int], Callable[[], bool] | None],
+    ) -> None:
+        self._memory = memory
+        self._directory = directory
+        self._table = table
+        self._devices = devices
+        self._submit = submit
+        self._ended = ended
+        self._mending = mending
+        self._waiting: deque[tuple[Load, Device, list[_Block], int]] = deque()
+        """Batches to be read: load, device, blocks, size in bytes."""
+        self._reading: dict[EngineBatch, tuple[Load, ChunkBatch[_Block]]] = {}
+        self._raw_size = 0
+        self._buffers = ReusableBuffers(REUSED_SIZE)
+        self._pool: ThreadPoolExecutor | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.decoding = Histogram()
+        """How long chunks were decoded, from the end of their read."""
+        self.in_flight = 0
+        """Batches submitted and not yet published."""
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Report to this loop."""
+        self._loop = loop
+
+    def submit(self, load: Load, rows: Int64s, file: int = -1) -> None:
+        """Read and decode some of the blocks of a load into their slots. Args: file: to read from,
+        in the place of their own."""
+        for device, blocks in batches(self._blocks(load, rows, file)):
+            size = sum(block.end - block.begin for block in blocks)
+            self._waiting.append((load, device, blocks, size))
+            load.batches += 1
+        self._pump()
+
+    def _blocks(self, load: Load, rows: Int64s, file: int) -> Iterator[tuple[Device, _Block]]:
+        """Yield each block and the device that reads it, in order."""
+        table, blocks, offsets = self._table, load.blocks.take(rows), load.offsets[rows]
+        lows, highs = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
+        files = table.files[blocks.shards]
+        shards = {}
+        for row in np.unique(blocks.shards).tolist():
+            shards[row] = shard = table.decoder(row)
+            inside = blocks.shards == row
+            starts = blocks.firsts[inside] - table.bases[row]
+            lows[inside] = shard.chunks.holding(starts)
+            highs[inside] = shard.chunks.holding(starts + blocks.counts[inside] - 1) + 1
+            if file < 0:
+                device = self._devices.all[int(table.engines[row])]
+                extents = blocks.begins[inside], blocks.ends[inside]
+                files[inside] = device.cached.chosen(files[inside], *extents)
+            else:
+                files[inside] = file
+        columns = lows, highs, blocks.begins, blocks.ends, files, blocks.firsts, offsets
+        for row, low, high, begin, end, number, first, offset in zip(
+            blocks.shards.tolist(), *(column.tolist() for column in columns), strict=True
+        ):
+            device = self._devices.all[int(table.engines[row])]
+            yield device, _Block(
+                shards[row], low, high, begin, end, number, device.fd(number),
+                self._mending(device, number, begin, end), first=first, offset=offset,
+            )  # fmt: skip
+
+    def _pump(self) -> None:
+        while self._waiting and (
+            not self._raw_size or self._raw_size + self._waiting[0][3] <= RAW_SIZE
+        ):
+            load, device, blocks, size = self._waiting.popleft()
+            self._raw_size += size
+            self.in_flight += 1
+            chunks = ChunkBatch(blocks, self._buffers)
+            self._reading[chunks.batch] = load, chunks
+            self._submit(device, chunks.batch)
+
+    def firsts_of(self, batch: EngineBatch) -> Int64s:
+        """Return the first sample of each block of a batch; none: it is not one of these."""
+        found = self._reading.get(batch)
+        runs = [] if found is None else found[-1].runs
+        return np.array([block.first for block in runs], np.int64)
+
+    def take(self, batch: EngineBatch) -> bool:
+        """Decode a batch that has ended; return False if it is not one of these."""
+        found = self._reading.pop(batch, None)
+        if found is None:
+            return False
+        load, chunks = found
+        begun = time.monotonic()
+        load.read_s += begun - batch.begun
+        if self._pool is None:
+            self._pool = thread_pool()
+        future = self._pool.submit(self._decode, chunks)
+        future.add_done_callback(lambda done: self._report(load, chunks.size, begun, done))
+        return True
+
+    # ---- in a thread of the pool ----------------------------------------------------------
+
+    def _decode(self, chunks: ChunkBatch[_Block]) -> tuple[list[int], Failures]:
+        """Return samples that were right at the second read only, and failures."""
+        right: list[int] = []
+        failures: Failures = {}
+        entries = self._directory.entries_memory.address
+        for block, chunk, offset, outcome, again in chunks.decode(self._slot):
+            firsts = block.shard.chunks.firsts
+            first = block.first + int(firsts[chunk] - firsts[block.low])
+            if isinstance(outcome, DecodedChunk):
+                publish_run(entries, first, block.offset + offset, outcome.starts, outcome.lengths)
+                right += [first] * again
+                continue
+            if isinstance(outcome, int):
+                failure = Failure(outcome)
+            else:
+                failure = Failure(STATUS_FORMAT, error=outcome)
+            count = int(firsts[chunk + 1] - firsts[chunk])
+            failures.update(dict.fromkeys(range(first, first + count), failure))
+        return right, failures
+
+    def _slot(self, block: _Block, offset: int, size: int) -> Bytes:
+        start = block.offset + offset
+        return self._memory.array[start : start + size]
+
+    def _report(
+        self, load: Load, size: int, begun: float, done: Future[tuple[list[int], Failures]]
+    ) -> None:
+        if done.cancelled():  # the daemon ends
+            return
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._decoded, load, size, begun, done)
+
+    # ---- in the loop's thread -------------------------------------------------------------
+
+    def _decoded(
+        self, load: Load, size: int, begun: float, done: Future[tuple[list[int], Failures]]
+    ) -> None:
+        decode_s = time.monotonic() - begun
+        self.decoding.note(decode_s)
+        load.decode_s += decode_s
+        self._raw_size -= size
+        self.in_flight -= 1
+        right, failures = done.result()
+        load.right += right
+        load.failures.update(failures)
+        self._ended(load)
+        self._pump()
+
+    def close(self) -> None:
+        """End the threads; the engines have stopped."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)

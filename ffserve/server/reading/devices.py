@@ -1,0 +1,130 @@
+"""Devices: one engine (one I/O thread) per block device, with the files that it reads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve.engine.io import Engine, EngineBatch
+from ffserve.reads.page_cache import CachedFiles
+from ffserve.server.files.remote import RemoteShard
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+
+MOST_ENGINES = 16
+"""Users can make devices without a disk (tmpfs, subvolumes): beyond, such devices share engines."""
+
+
+class Device:
+    """One engine, and the files that it reads, by their numbers in it.
+
+    number: in `Devices`. cached: which files it may read through the page cache. remote: those of
+    remote shards. slow: the batch in flight of which was said that it takes long.
+    """
+
+    def __init__(self, number: int, engine: Engine) -> None:
+        self.number = number
+        self.engine = engine
+        self.cached = CachedFiles()
+        self.remote: dict[int, RemoteShard] = {}
+        self.slow: EngineBatch | None = None
+        self._fds = np.zeros(0, np.int32)
+        self._alignments = np.zeros(0, np.int64)
+
+    def add_files(self, fds: Int32s, alignments: Int64s, cached_fds: Int32s) -> Int32s:
+        """Add open files; return their numbers.
+
+        Args: cached_fds: the same files, see `page_cache.open_cached`; -1: not open.
+        """
+        files = self._add(fds, alignments)
+        cached = self._add(cached_fds, np.ones(len(fds), np.int64))
+        self.cached.add(files, cached_fds, cached)
+        return files
+
+    def add_memory(self, fd: int) -> int:
+        """Add one file that lies in memory; return its number."""
+        (file,) = self._add(np.array([fd], np.int32), np.ones(1, np.int64))
+        return int(file)
+
+    def _add(self, fds: Int32s, alignments: Int64s) -> Int32s:
+        files = self.engine.add_files(fds, alignments)
+        more = int(files.max()) + 1 - len(self._fds)
+        if more > 0:
+            more += len(self._fds)
+            self._fds = np.append(self._fds, np.full(more, -1, np.int32))
+            self._alignments = np.append(self._alignments, np.ones(more, np.int64))
+        known = files >= 0
+        self._fds[files[known]], self._alignments[files[known]] = fds[known], alignments[known]
+        return files
+
+    def remove_file(self, file: int) -> None:
+        """Forget a file of which no read is queued or in flight."""
+        for number in (file, self.cached.remove(file)):
+            if number >= 0:
+                self.remote.pop(number, None)
+                self.engine.remove_file(number)
+
+    def fd(self, file: int) -> int:
+        """Return the descriptor of a file that is being read. Any thread."""
+        return int(self._fds[file])
+
+    def alignment(self, file: int) -> int:
+        """Return the alignment of its reads."""
+        return int(self._alignments[file])
+
+
+class Devices:
+    """The devices that files are read from.
+
+    Args: start: opens an engine. watch: called with each device once its engine runs.
+    """
+
+    def __init__(self, start: Callable[[], Engine], watch: Callable[[Device], object]) -> None:
+        self._start = start
+        self._watch = watch
+        self.all: list[Device] = []
+        self._by_device: dict[int, Device] = {}
+        self._diskless: list[Device] = []
+        """Devices without a disk."""
+        self._open()
+
+    def _open(self) -> Device:
+        device = Device(len(self.all), self._start())
+        self.all.append(device)
+        self._watch(device)
+        return device
+
+    def of(self, number: int) -> Device:
+        """Return the device with this number of the kernel."""
+        found = self._by_device.get(number)
+        if found is None:
+            found = self._by_device[number] = self._choose(number)
+        return found
+
+    def _choose(self, number: int) -> Device:
+        """Return the device to read from under a number that was not read from so far."""
+        if not self._by_device:
+            return self.all[0]
+        if os.major(number):
+            return self._open()
+        if len(self.all) < MOST_ENGINES or not self._diskless:
+            self._diskless.append(self._open())
+            return self._diskless[-1]
+        return self._diskless[number % len(self._diskless)]
+
+    def name_of(self, device: Device) -> str:
+        """Return where a device is mounted, and its number."""
+        numbers = [number for number, one in self._by_device.items() if one is device]
+        names = [f"{os.major(number)}:{os.minor(number)}" for number in numbers]
+        name = f"device {', '.join(names)}"
+        with contextlib.suppress(OSError), open("/proc/self/mountinfo", "rb") as mounts:
+            for line in mounts:
+                fields = os.fsdecode(line).split(" ")
+                if fields[2] in names:
+                    return f"{fields[4]} ({name})"
+        return name

@@ -1,0 +1,786 @@
+"""Fetches: the blocks of remote shards that requests and loads need.
+
+A request whose samples lie in blocks that are not in the store waits at its `Gate`, before it takes
+any memory of the arena, so it holds up nobody else. When all of its blocks are there, or cannot be
+had, it gets its turns; after PART_S a first part of it does, if there is one.
+
+A gate pins the blocks until the loads of its request have ended. A load pins only what is not
+pinned so, such as what is prefetched, and waits only for blocks that its request could not know of,
+or for which the store has no room. Of these, exactly the bytes that are needed come into a memory
+file, at their own offsets, and the engine reads them there. A block that cannot be had fails its
+own samples, with the error of the origin.
+
+What announced orders need next is fetched ahead by a thread (`Fetches.look_ahead`), the soonest
+needed first, and marked in the store with the time of its use.
+
+The store's disk may be slow, and to ask for a thousand blocks takes milliseconds: that is done in
+threads. Everything else is called in the loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffserve.cache.cache import Int64s, Load
+from ffserve.cache.jobs import JobProgress
+from ffserve.cache.orders import PARTS
+from ffserve.cache.tables import Directory, ShardTable
+from ffserve.errors import AccessDenied, Failure, FFServeError, ReadError
+from ffserve.server.files.remote import Floats, RemoteShard
+from ffserve.server.users.access import Owner
+from ffserve.store.blocks import PRESENT, StoredObject
+from ffserve.store.fetching import NOW, Fetcher, OpenObject, Outcome
+
+log = logging.getLogger("ffserve")
+
+PART_S = 20.0
+"""After so long a request is answered in part. A client waits 120 s for an answer."""
+MEND_S = 30.0
+"""How long damaged blocks are waited for; then their samples are damaged."""
+THREADS = 4
+FEW_SHARDS = 8
+"""Shards of a request that are looked at in the loop's thread."""
+GAP = 64 << 10
+"""Bytes between records that come past the store with them."""
+AHEAD_SIZE = 256 << 20
+"""Bytes that an order asks for ahead, or a quarter of the store if that is less."""
+AHEAD_S = 0.1
+"""Between two looks at the announced orders."""
+HORIZON, FAR_HORIZON = 4096, 1 << 18
+"""Samples ahead of a job that are looked at; if its data do not fit into the store."""
+WORTH = 0.25
+"""Part of a block that an order must use soon for the block to be worth its fetch, if the data do
+not fit into the store. Else its samples are fetched singly."""
+SOON_S = 60.0
+"""How far the pace of a job may be behind what was expected of it."""
+LEAST_RATE = 1.0
+USES_S = 2.0
+"""How often next uses are written."""
+LATEST = (1 << 32) - 1
+REFUSED_S = 10.0
+"""How long a block that could not be fetched ahead is not asked for again."""
+
+Needs: TypeAlias = list[tuple[RemoteShard, Int64s]]
+"""Blocks by shard, in the order in which they are needed."""
+
+
+@dataclass(slots=True)
+class Passed:
+    """A memory file with bytes that the store has no room for, by shard."""
+
+    base: int
+    fd: int
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A load whose blocks are not all there.
+
+    rows: of its blocks, those of remote shards, by base of the shard. unpinned: bases of shards
+    whose blocks could not be pinned. errors: by row. passed: rows by memory file. known: what the
+    request was told of blocks that cannot be had. left: calls that have not ended.
+    """
+
+    load: Load
+    owner: Owner | None
+    rows: dict[int, Int64s]
+    begun: float
+    unpinned: set[int] = field(default_factory=set)
+    errors: dict[int, FFServeError] = field(default_factory=dict)
+    passed: list[tuple[Passed, Int64s]] = field(default_factory=list)
+    known: dict[tuple[StoredObject, int], FFServeError] = field(default_factory=dict)
+    outcomes: dict[tuple[int, int], Outcome | FFServeError] = field(default_factory=dict)
+    again: set[tuple[int, int]] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    left: int = 0
+
+
+class Gate:
+    """Where a request waits for its blocks, and what keeps them for its loads; see the module's
+    text.
+
+    Args: fetches, needs, owner: whose request it is.
+    """
+
+    def __init__(
+        self, fetches: Fetches, needs: Callable[[], Needs], numbers: Int64s, owner: Owner
+    ) -> None:
+        self._fetches = fetches
+        self._needs = needs
+        self._numbers = numbers
+        self._owner = owner
+        self._left = 1
+        self._lock = threading.Lock()
+        self._open: Callable[[int, float], object] | None = None
+        self._pinned: dict[StoredObject, Int64s] = {}
+        self._holders = 1
+        """The request, and loads that read from the blocks."""
+        self._closed = False
+        self.errors: dict[tuple[StoredObject, int], FFServeError] = {}
+        """Of blocks that cannot be had."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, opened: Callable[[int, float], object]) -> None:
+        """Ask for the blocks.
+
+        Args: opened: called once, in the loop's thread, with the number of samples that the request
+            is to be answered for, and the time.
+        """
+        self._open = opened
+        self._fetches.in_flight += 1
+        self._timer = self._fetches.later(PART_S, self._open_in_part)
+        self._fetches.in_thread(self._ask)
+
+    def _ask(self) -> None:
+        with contextlib.suppress(FFServeError):  # the session has ended, and the file was closed
+            for remote, blocks in self._needs():
+                stored = remote.stored
+                with self._lock:
+                    if self._closed:
+                        break
+                    rising = np.sort(blocks)
+                    try:
+                        stored.pin(rising)
+                    except OSError:  # the loads read past the store
+                        continue
+                    self._pinned[stored] = rising
+                missing = stored.missing(blocks)
+                with self._lock:
+                    self._left += len(missing)
+                opened = remote.object_for(self._owner)
+                futures = self._fetches.ask(opened, missing, remote.worth)
+                for block, future in zip(missing.tolist(), futures, strict=True):
+                    future.add_done_callback(partial(self._came, (stored, block)))
+        self._one_came()
+
+    def _came(self, key: tuple[StoredObject, int], future: Future[Outcome]) -> None:
+        error = future.exception()
+        if isinstance(error, FFServeError):
+            self.errors[key] = error
+        self._one_came()
+
+    def _one_came(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+        self._fetches.in_loop(self._pass)
+
+    def _pass(self) -> None:
+        """In the loop's thread: all blocks are there, or cannot be had."""
+        self._let_through(len(self._numbers))
+
+    def _open_in_part(self) -> None:
+        count = self._fetches.ready_count(self._numbers)
+        if count:
+            self._let_through(count)
+        else:
+            self._timer = self._fetches.later(PART_S, self._open_in_part)
+
+    def _let_through(self, count: int) -> None:
+        opened, self._open = self._open, None
+        if opened is not None:
+            self._fetches.in_flight -= 1
+            self._stop_timer()
+            opened(count, time.monotonic())
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def close(self) -> None:
+        """The request is answered, or dropped: unpin its blocks when no load reads from them."""
+        if self._open is not None:
+            self._open = None
+            self._fetches.in_flight -= 1
+        self._stop_timer()
+        self.let_go()
+
+    def keep(self, stored: StoredObject, blocks: Int64s) -> bool:
+        """Keep blocks for a load of the request until `let_go`; False: they are not pinned here."""
+        pinned = self._pinned.get(stored)
+        if pinned is None or not np.isin(blocks, pinned, assume_unique=True).all():
+            return False
+        self._holders += 1
+        return True
+
+    def let_go(self) -> None:
+        """The request, or a load, does not need the blocks any more."""
+        self._holders -= 1
+        if not self._holders:
+            self._fetches.in_thread(self._unpin)
+
+    def _unpin(self) -> None:
+        with self._lock:
+            self._closed = True
+            pinned, self._pinned = self._pinned, {}
+        for stored, blocks in pinned.items():
+            stored.unpin(blocks)
+
+
+class Fetches:
+    """See the module's text.
+
+    Args:
+        fetcher: of the store. fetched: called with a load that has waited, when its blocks came or
+            cannot be had.
+    """
+
+    def __init__(
+        self,
+        fetcher: Fetcher,
+        table: ShardTable,
+        directory: Directory,
+        fetched: Callable[[Waiting], object],
+    ) -> None:
+        self._fetcher = fetcher
+        self._table = table
+        self._directory = directory
+        self._fetched = fetched
+        self._shards: dict[int, RemoteShard] = {}
+        """By the number of the first sample."""
+        self._pool = ThreadPoolExecutor(THREADS, "ffserve-blocks")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ahead: dict[JobProgress, list[int]] = {}
+        """Announced data sets with remote shards: the first numbers of these."""
+        self._planner: threading.Thread | None = None
+        self._ended = threading.Event()
+        self._refused: set[tuple[StoredObject, int]] = set()
+        """Blocks that could not be fetched ahead, or had no room; cleared now and then."""
+        self._refused_at = 0.0
+        self._pins_fail = False
+        """Whether that was logged."""
+        self.in_flight = 0
+        """Requests at a gate, and loads that wait."""
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Report to this loop."""
+        self._loop = loop
+
+    def add(self, base: int, remote: RemoteShard) -> None:
+        """A remote shard is open."""
+        self._shards[base] = remote
+
+    def remove(self, base: int) -> None:
+        """It is closed."""
+        self._shards.pop(base, None)
+
+    # ---- threads --------------------------------------------------------------------------
+
+    def in_thread(self, call: Callable[[], object]) -> None:
+        """Make a call in a thread; after the end, none."""
+        with contextlib.suppress(RuntimeError):
+            self._pool.submit(_guarded, call)
+
+    def in_loop(self, call: Callable[[], object]) -> None:
+        """Make a call in the loop's thread. Any thread."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(call)
+
+    def later(self, seconds: float, call: Callable[[], object]) -> asyncio.TimerHandle:
+        """Make a call in the loop's thread after a time."""
+        assert self._loop is not None
+        return self._loop.call_later(seconds, call)
+
+    def ask(self, opened: OpenObject, blocks: Int64s, worth: Floats) -> list[Future[Outcome]]:
+        """Ask for blocks that somebody waits for. Any thread."""
+        futures, now = [], time.time()
+        for block in blocks.tolist():
+            use = now if worth[block] > now else None
+            futures.append(self._fetcher.ask(opened, [block], NOW, use)[block])
+        return futures
+
+    # ---- requests -------------------------------------------------------------------------
+
+    def gate(self, numbers: Int64s, owner: Owner) -> Gate | None:
+        """Return where a request for samples has to wait; None: it need not."""
+        absent = numbers[self._directory.slot_of[numbers] == 0]
+        if not len(absent):
+            return None
+        table = self._table.blocks(absent)
+        bases = self._table.bases[table.shards]
+        known = [
+            (base, remote)
+            for base in np.unique(bases).tolist()
+            if (remote := self._shards.get(base)) is not None
+        ]
+
+        def needs() -> Needs:
+            rows = [bases == base for base, _ in known]
+            return [
+                (remote, _in_order(remote.stored, table.begins[mine], table.ends[mine]))
+                for (_, remote), mine in zip(known, rows, strict=True)
+            ]
+
+        if len(known) <= FEW_SHARDS:
+            found = needs()
+            if all(len(remote.stored.missing(blocks)) == 0 for remote, blocks in found):
+                return None
+            return Gate(self, lambda: found, numbers, owner)
+        return Gate(self, needs, numbers, owner)
+
+    def ready_count(self, numbers: Int64s) -> int:
+        """Return how many of these samples, from the first one on, are in memory or in the store
+        already."""
+        absent = np.flatnonzero(self._directory.slot_of[numbers] == 0)
+        if not len(absent):
+            return len(numbers)
+        wanted = numbers[absent]
+        bases = self._table.bases[self._table.rows(wanted)]
+        there = np.ones(len(wanted), np.bool_)
+        for base in np.unique(bases).tolist():
+            remote = self._shards.get(base)
+            if remote is not None:
+                mine = bases == base
+                there[mine] = _are_there(remote, wanted[mine] - base)
+        return len(numbers) if there.all() else int(absent[int(there.argmin())])
+
+    # ---- loads ----------------------------------------------------------------------------
+
+    def hold(self, load: Load, owner: Owner | None, gate: Gate | None) -> Waiting | None:
+        """Pin the blocks of a load until it ends; return the load if some of them are not there.
+
+        Args: gate: where its request has waited, which keeps the blocks that it has pinned.
+        """
+        shards = np.unique(load.blocks.shards)
+        bases = self._table.bases[load.blocks.shards]
+        some = [b for b in self._table.bases[shards].tolist() if b in self._shards]
+        if not some:
+            return None
+        rows, unpinned = {}, set()
+        complete = True
+        for base in some:
+            remote, mine = self._shards[base], np.flatnonzero(bases == base)
+            blocks = _covering(remote.stored, load.blocks.begins[mine], load.blocks.ends[mine])
+            rows[base] = mine
+            if gate is not None and gate.keep(remote.stored, blocks):
+                load.releases.append(gate.let_go)
+                complete = complete and not len(remote.stored.missing(blocks))
+                continue
+            try:
+                remote.stored.pin(blocks)
+            except OSError as error:
+                if not self._pins_fail:
+                    log.warning("store: cannot pin blocks, reading past it: %s", error)
+                self._pins_fail = True
+                unpinned.add(base)
+                continue
+            load.releases.append(partial(remote.stored.unpin, blocks))
+            complete = complete and not len(remote.stored.missing(blocks))
+        if complete and not unpinned:
+            return None
+        self.in_flight += 1
+        known = {} if gate is None else gate.errors
+        return Waiting(load, owner, rows, time.monotonic(), unpinned, known=known)
+
+    def fetch(self, waiting: Waiting) -> None:
+        """Have the blocks of a load fetched; `fetched` is called then."""
+        blocks = waiting.load.blocks
+        wanted = [
+            (base, self._shards[base], blocks.begins[rows], blocks.ends[rows])
+            for base, rows in waiting.rows.items()
+        ]
+
+        def begin() -> None:
+            waiting.left = 1
+            for base, remote, begins, ends in wanted:
+                covering = _covering(remote.stored, begins, ends)
+                if base in waiting.unpinned:
+                    waiting.outcomes.update({(base, b): False for b in covering.tolist()})
+                    continue
+                left: list[int] = []
+                for block in remote.stored.missing(covering).tolist():
+                    error = waiting.known.get((remote.stored, block))
+                    if error is None or isinstance(error, AccessDenied):
+                        left.append(block)
+                    else:
+                        waiting.outcomes[base, block] = error
+                self._ask(waiting, base, remote, np.array(left, np.int64))
+            self._one_came(waiting)
+
+        self.in_thread(begin)
+
+    def _ask(self, waiting: Waiting, base: int, remote: RemoteShard, missing: Int64s) -> None:
+        with waiting.lock:
+            waiting.left += len(missing)
+        futures = self.ask(remote.object_for(waiting.owner), missing, remote.worth)
+        for block, future in zip(missing.tolist(), futures, strict=True):
+            future.add_done_callback(partial(self._came, waiting, base, remote, block))
+
+    def _came(
+        self, waiting: Waiting, base: int, remote: RemoteShard, block: int, future: Future[Outcome]
+    ) -> None:
+        """A block is there, or cannot be had. Any thread."""
+        error = future.exception()
+        outcome: Outcome | FFServeError
+        if error is None:
+            outcome = future.result()
+            gone = outcome is True and remote.stored.state.words[block] != PRESENT
+        else:
+            outcome = _as_error(error)
+            # It may have been asked with the access of another user.
+            gone = isinstance(outcome, AccessDenied) and len(remote.objects) > 1
+        with waiting.lock:
+            retry = gone and (error is None or (base, block) not in waiting.again)
+            waiting.again.add((base, block))
+            if not retry:
+                waiting.outcomes[base, block] = outcome
+        if retry:
+            self._ask(waiting, base, remote, np.array([block], np.int64))
+        self._one_came(waiting)
+
+    def _one_came(self, waiting: Waiting) -> None:
+        with waiting.lock:
+            waiting.left -= 1
+            if waiting.left:
+                return
+        self.in_thread(lambda: self._pass(waiting))
+
+    def _pass(self, waiting: Waiting) -> None:
+        """All blocks came, or cannot be had. What the store had no room for comes past it."""
+        refused: dict[int, dict[int, bytes]] = {}
+        for (base, block), outcome in waiting.outcomes.items():
+            if isinstance(outcome, FFServeError):
+                self._fail(waiting, base, block, outcome)
+            elif outcome is not True:
+                refused.setdefault(base, {})[block] = outcome or b""
+        waiting.left = 1
+        for base, contents in refused.items():
+            self._pass_shard(waiting, base, contents)
+        self._one_passed(waiting)
+
+    def _fail(self, waiting: Waiting, base: int, block: int, error: FFServeError) -> None:
+        for row in self._touching(waiting, base, [block]).tolist():
+            waiting.errors[row] = error
+
+    def _touching(self, waiting: Waiting, base: int, blocks: Sequence[int]) -> Int64s:
+        """Return the rows of a load that need any of these blocks."""
+        rows, table = waiting.rows[base], waiting.load.blocks
+        size = self._shards[base].stored.block_size
+        touching = np.zeros(len(rows), np.bool_)
+        for block in blocks:
+            low, high = block * size, (block + 1) * size
+            touching |= (table.begins[rows] < high) & (table.ends[rows] > low)
+        return rows[touching]
+
+    def _pass_shard(self, waiting: Waiting, base: int, contents: dict[int, bytes]) -> None:
+        remote = self._shards.get(base)
+        rows = self._touching(waiting, base, list(contents))
+        rows = rows[[row not in waiting.errors for row in rows.tolist()]]
+        if remote is None or not len(rows):
+            return
+        opened = remote.object_for(waiting.owner)
+        try:
+            fd = os.memfd_create("ffserve-passing", os.MFD_CLOEXEC)
+            waiting.passed.append((Passed(base, fd), rows))
+            os.ftruncate(fd, remote.stored.size)
+        except OSError as error:
+            failure = ReadError(f"no memory for bytes that pass the store: {error}")
+            waiting.errors.update(dict.fromkeys(rows.tolist(), failure))
+            return
+        table = waiting.load.blocks
+        for begin, end, some in _merged(table.begins[rows], table.ends[rows], rows):
+            with waiting.lock:
+                waiting.left += 1
+            future = self._fetcher.ask_bytes(opened, begin, min(end, remote.stored.size))
+            future.add_done_callback(partial(self._passed, waiting, fd, begin, some))
+
+    def _passed(
+        self, waiting: Waiting, fd: int, begin: int, rows: list[int], future: Future[Outcome]
+    ) -> None:
+        """Bytes have come past the store, or cannot be had. Any thread."""
+        failure: FFServeError | None = None
+        if (error := future.exception()) is not None:
+            failure = _as_error(error)
+        else:
+            content = future.result()
+            assert isinstance(content, bytes)
+            try:
+                _write(fd, memoryview(content), begin)
+            except OSError as failed:
+                failure = ReadError(f"no memory for bytes that pass the store: {failed}")
+        if failure is not None:
+            with waiting.lock:
+                waiting.errors.update(dict.fromkeys(rows, failure))
+        self._one_passed(waiting)
+
+    def _one_passed(self, waiting: Waiting) -> None:
+        with waiting.lock:
+            waiting.left -= 1
+            if waiting.left:
+                return
+        self.in_loop(lambda: self._end(waiting))
+
+    def _end(self, waiting: Waiting) -> None:
+        self.in_flight -= 1
+        self._fetched(waiting)
+
+    def failures(self, waiting: Waiting) -> dict[int, Failure]:
+        """Return the failed samples of a load that has waited, by number."""
+        found: dict[int, Failure] = {}
+        blocks = waiting.load.blocks
+        for row, error in waiting.errors.items():
+            first, count = int(blocks.firsts[row]), int(blocks.counts[row])
+            failure = Failure(-errno.EIO, error=error)
+            found.update(dict.fromkeys(range(first, first + count), failure))
+        return found
+
+    # ---- damage ---------------------------------------------------------------------------
+
+    def mend(self, remote: RemoteShard, begin: int, end: int) -> bool:
+        """Have the blocks of an extent, which are pinned, fetched again if they are not what was
+        written; return whether there were any. It waits: any thread but the loop's."""
+        with contextlib.suppress(FFServeError, OSError):
+            blocks = _covering(remote.stored, np.array([begin]), np.array([end]))
+            opened = remote.object_for(None)
+            if self._fetcher.repair(opened, blocks):
+                missing = remote.stored.missing(blocks)
+                wait(self._fetcher.ask(opened, missing, NOW, None).values(), MEND_S)
+                return True
+        return False
+
+    # ---- announced orders -----------------------------------------------------------------
+
+    def follow(self, progress: JobProgress, bases: list[int]) -> None:
+        """Fetch ahead for a job's data set, as soon as it has announced an order."""
+        self._ahead[progress] = sorted(bases)
+        progress.ready = self.ready_count
+        if self._planner is None:
+            self._planner = threading.Thread(
+                target=self._keep_looking, name="ffserve-ahead", daemon=True
+            )
+            self._planner.start()
+
+    def leave(self, progress: JobProgress) -> None:
+        """A data set has no session any more."""
+        self._ahead.pop(progress, None)
+
+    def _keep_looking(self) -> None:
+        next_uses = 0.0
+        while not self._ended.wait(AHEAD_S):
+            begun = time.monotonic()
+            if begun - self._refused_at > REFUSED_S:
+                self._refused, self._refused_at = set(), begun
+            writes = begun >= next_uses
+            for progress, bases in list(self._ahead.items()):
+                try:
+                    if writes:
+                        self._write_uses(progress, bases, begun)
+                    self.look_ahead(progress, bases, begun)
+                except Exception:
+                    log.exception("internal error while fetching ahead")
+            # A tenth of a processor at most.
+            took_s = 10 * (time.monotonic() - begun)
+            if writes:
+                next_uses = begun + max(USES_S, took_s)
+            self._ended.wait(took_s)
+
+    def _write_uses(self, progress: JobProgress, bases: list[int], now: float) -> None:
+        """Tell the store when a job will use each block next. A block that the epoch does not need
+        any more is needed in the next one: in its middle, for all that is known."""
+        order = progress.orders.get(progress.epoch)
+        if order is None:
+            return
+        after = progress.orders.get(progress.epoch + 1)
+        rate, wall = max(progress.rate(now), LEAST_RATE), time.time()
+        left = max(order.count - progress.position, 0)
+        for base in bases:
+            remote = self._shards.get(base)
+            if remote is None or not remote.stored.count:
+                continue
+            parts = _next_parts(remote, order.table, base - order.low)
+            seconds = np.full(remote.stored.count, left + order.count / 2)
+            if after is not None:
+                known = _next_parts(remote, after.table, base - after.low)
+                seconds[known > 0] = left + _edges(after.count)[known[known > 0]]
+            ahead = _edges(order.count)[parts[parts > 0]] - progress.position
+            seconds[parts > 0] = np.maximum(ahead, 0)
+            mine = wall + seconds / rate
+            uses = remote.stored.state.uses
+            before = uses.astype(np.float64)
+            # Another job's use stays if it is sooner and not over.
+            best = np.where((before > wall) & (before < mine), before, mine + 1)
+            uses[:] = np.clip(best, 0, LATEST).astype(np.uint32)
+
+    def look_ahead(self, progress: JobProgress, bases: list[int], now: float) -> None:
+        """Ask for the blocks that a job's orders need next. In the thread of the orders."""
+        orders, epoch, position = dict(progress.orders), progress.epoch, progress.front
+        order = orders.get(epoch)
+        shards = {base: remote for base in bases if (remote := self._shards.get(base)) is not None}
+        if order is None or not shards:
+            return
+        store = self._fetcher.store
+        size = sum(remote.stored.size for remote in shards.values())
+        horizon, least = HORIZON, 1
+        if size > store.limit:
+            mean = max(progress.payload_size // max(progress.sample_count, 1), 1)
+            horizon = min(int(store.limit) // 2 // mean + 1, FAR_HORIZON)
+            least = -(-int(WORTH * store.block_size) // mean)
+        numbers = order.numbers(position, position + horizon)
+        after = orders.get(epoch + 1)
+        if len(numbers) < horizon and after is not None:
+            numbers = np.concatenate((numbers, after.numbers(0, horizon - len(numbers))))
+        rate = max(progress.rate(now), LEAST_RATE)
+        most = int(min(store.limit / 4, AHEAD_SIZE)) // store.block_size
+        for place, remote, block in _upcoming(numbers, shards, least):
+            due = time.time() + place / rate
+            stored = remote.stored
+            remote.worth[block] = due + SOON_S
+            stored.state.uses[block] = min(int(due) + 1, LATEST)
+            key = stored, block
+            if most > 0 and stored.state.words[block] != PRESENT and key not in self._refused:
+                most -= 1
+                opened, refused = remote.object_for(None), self._refused
+                if self._fetcher.is_asked(opened, block):
+                    continue
+                future = self._fetcher.ask(opened, [block], due, due)[block]
+                future.add_done_callback(partial(_note_refusal, refused, key))
+
+    def close(self) -> None:
+        """End the threads."""
+        self._ended.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _note_refusal(
+    refused: set[tuple[StoredObject, int]], key: tuple[StoredObject, int], future: Future[Outcome]
+) -> None:
+    """Note a block that could not be fetched ahead."""
+    if future.exception() is not None or future.result() is not True:
+        refused.add(key)
+
+
+def _guarded(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except Exception:
+        log.exception("internal error while fetching")
+
+
+def _as_error(error: BaseException) -> FFServeError:
+    if isinstance(error, FFServeError):
+        return error
+    return ReadError(f"cannot fetch: {error!r}")
+
+
+def _in_order(stored: StoredObject, begins: Int64s, ends: Int64s) -> Int64s:
+    """Return the different blocks of extents, in their order."""
+    firsts = begins // stored.block_size
+    lasts = np.maximum(ends - 1, begins) // stored.block_size
+    spans = lasts - firsts + 1
+    before = np.cumsum(spans) - spans
+    blocks = np.repeat(firsts - before, spans) + np.arange(int(spans.sum()))
+    different, places = np.unique(blocks, return_index=True)
+    ordered: Int64s = different[np.argsort(places)]
+    return ordered[ordered < stored.count]
+
+
+def _are_there(remote: RemoteShard, own: Int64s) -> NDArray[np.bool_]:
+    """Return which samples lie in blocks that are there."""
+    firsts, lasts = remote.firsts[own], remote.lasts[own]
+    if not remote.stored.count:
+        return np.ones(len(own), np.bool_)
+    words = remote.stored.state.words
+    there: NDArray[np.bool_] = (words[firsts] == PRESENT) & (words[lasts] == PRESENT)
+    for k in np.flatnonzero(lasts - firsts > 1).tolist():
+        there[k] = (words[firsts[k] : lasts[k] + 1] == PRESENT).all()
+    return there
+
+
+def _covering(stored: StoredObject, begins: Int64s, ends: Int64s) -> Int64s:
+    """Return the blocks of extents, rising."""
+    return np.sort(_in_order(stored, begins, ends))
+
+
+def _merged(begins: Int64s, ends: Int64s, rows: Int64s) -> list[tuple[int, int, list[int]]]:
+    """Return extents with their rows, near neighbours together."""
+    order = np.argsort(begins, kind="stable")
+    found: list[tuple[int, int, list[int]]] = []
+    columns = begins[order].tolist(), ends[order].tolist(), rows[order].tolist()
+    for begin, end, row in zip(*columns, strict=True):
+        if found and begin <= found[-1][1] + GAP:
+            first, before, some = found[-1]
+            found[-1] = first, max(before, end), [*some, row]
+        else:
+            found.append((begin, end, [row]))
+    return found
+
+
+def _edges(count: int) -> Floats:
+    """Return the first position of each part of an order; see `orders.Order.edge`."""
+    edges: Floats = np.ceil((np.arange(PARTS + 2) - 1) * count / PARTS)
+    return edges
+
+
+def _next_parts(remote: RemoteShard, table: NDArray[np.uint8], first: int) -> NDArray[np.uint8]:
+    """Return the part of an order in which each block is used next, 0 if it is not.
+
+    Args: table: of the order. first: row of the shard's first sample.
+    """
+    parts = table[first : first + len(remote.firsts)]
+    # As unsigned numbers less 1, those that do not come are the last.
+    ranks = parts - np.uint8(1)
+    found = np.full(remote.stored.count, 255, np.uint8)
+    firsts, lasts = remote.firsts[: len(parts)], remote.lasts[: len(parts)]
+    runs = np.flatnonzero(np.diff(firsts, prepend=-1))
+    if len(runs):
+        np.minimum.at(found, firsts[runs], np.minimum.reduceat(ranks, runs))
+    wide = np.flatnonzero(lasts > firsts)
+    np.minimum.at(found, lasts[wide], ranks[wide])
+    for k in np.flatnonzero(lasts - firsts > 1).tolist():
+        span = slice(int(firsts[k]) + 1, int(lasts[k]))
+        found[span] = np.minimum(found[span], ranks[k])
+    return found + np.uint8(1)
+
+
+def _upcoming(
+    numbers: Int64s, shards: dict[int, RemoteShard], least: int
+) -> list[tuple[int, RemoteShard, int]]:
+    """Return the blocks of samples that at least so many of them lie in, soonest needed first: the
+    place of their first use, and where they are."""
+    found: list[tuple[int, RemoteShard, int]] = []
+    bases = np.array(sorted(shards), np.int64)
+    owners = np.searchsorted(bases, numbers, side="right") - 1
+    for k in np.unique(owners[owners >= 0]).tolist():
+        base = int(bases[k])
+        remote = shards[base]
+        places = np.flatnonzero(owners == k)
+        own = numbers[places] - base
+        inside = own < len(remote.firsts)  # behind it may be numbers of others
+        places, own = places[inside], own[inside]
+        firsts, lasts = remote.firsts[own].astype(np.int64), remote.lasts[own].astype(np.int64)
+        spans = lasts - firsts + 1
+        before = np.cumsum(spans) - spans
+        blocks = np.repeat(firsts - before, spans) + np.arange(int(spans.sum()))
+        at = np.repeat(places, spans)
+        different, first, counts = np.unique(blocks, return_index=True, return_counts=True)
+        chosen = (counts >= least) & (different < remote.stored.count)
+        found.extend(
+            (place, remote, block)
+            for place, block in zip(
+                at[first[chosen]].tolist(), different[chosen].tolist(), strict=True
+            )
+        )
+    return sorted(found, key=lambda each: each[0])
+
+
+def _write(fd: int, content: memoryview, offset: int) -> None:
+    while content:
+        done = os.pwrite(fd, content, offset)
+        content, offset = content[done:], offset + done
