@@ -28,7 +28,7 @@ FAST = """
 import ffserve.server.status.page as page, ffserve.server.reading.io as io
 page.EVENT_INTERVAL_S, http.ANSWER_TIMEOUT_S, io.SLOW_READ_S = 0.1, 1.0, 0.0
 """
-ASSETS = Path(__file__).parents[2] / "ffserve" / "server" / "assets"
+ASSETS = Path(__file__).parents[2] / "ffserve" / "server" / "status" / "assets"
 
 
 @pytest.fixture
