@@ -30,6 +30,7 @@ from ffserve.arrow import hive
 from ffserve.arrow.columns import Inference, Place, check_schema, decode, records_at
 from ffserve.arrow.hive import DataFile
 from ffserve.arrow.options import RecordType
+from ffserve.dtypes import Bytes
 from ffserve.engine import codec
 from ffserve.engine.codec import FRAME_HEADER_SIZE, FRAME_SIZE, checksums
 from ffserve.engine.example import Records
@@ -53,7 +54,6 @@ FRAMES_SIZE = 1 << 20
 """So many bytes of frames are read and decoded at a time: they stay in the core's cache."""
 _NEVER = 1 << 64
 BYTES_COLUMN = "byteArray"
-Bytes = NDArray[np.uint8]
 Numbered = tuple[Records, NDArray[np.int64]]
 """Records, and their numbers in the file."""
 

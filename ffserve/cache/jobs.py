@@ -13,9 +13,9 @@ from collections.abc import Callable
 from math import exp
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ffserve.cache.orders import PARTS, Order
+from ffserve.dtypes import Bools, Floats, Int64s
 from ffserve.engine.slots import mark
 
 MOST_EPOCHS = 4
@@ -45,8 +45,6 @@ FADE = 0.98
 USUAL = 16
 """Reports over which the usual step is a mean, as it fades."""
 
-Int64s = NDArray[np.int64]
-Floats = NDArray[np.float64]
 Table = tuple[Order, Floats]
 _NONE: Int64s = np.zeros(0, np.int64)
 
@@ -128,7 +126,7 @@ class JobProgress:
         self._tables: list[Table] = []
         self._tables_until = 0.0
         # of a silent job
-        self.seen: NDArray[np.bool_] | None = None
+        self.seen: Bools | None = None
         self.seen_count = 0
         self.replacement = False
         self._repeats = 0
@@ -400,7 +398,7 @@ class JobProgress:
             tables.append((following, after))
         return tables
 
-    def expected(self, now: float) -> tuple[NDArray[np.bool_] | None, int, float, float]:
+    def expected(self, now: float) -> tuple[Bools | None, int, float, float]:
         """Return how likely a silent job is to want samples: the samples that it has seen, or None
         where that tells nothing; the first of these; the chance per second that it wants one that
         it has seen, and one that it has not."""

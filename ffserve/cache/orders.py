@@ -16,8 +16,8 @@ from collections.abc import Generator
 from typing import TypeAlias, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ffserve.dtypes import Bytes, Int64s, UInt32s
 from ffserve.engine.slots import OrderParts
 from ffserve.errors import SampleIndexError, UsageError
 
@@ -35,10 +35,6 @@ STEP_COUNT, STEP_SIZE = 16_384, 1 << 20
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]
 """A calculation in steps: the daemon serves others in between."""
-Int64s = NDArray[np.int64]
-Bytes = NDArray[np.uint8]
-Piece = NDArray[np.uint32]
-"""Sample numbers less the lowest of the dataset, which are below 2^32: see `tables.CAPACITY`."""
 
 
 def done(steps: Steps[T]) -> T:
@@ -57,7 +53,8 @@ class Order:
     Args:
         count: positions. low: the lowest sample number of the dataset.
         table: uint8[span]: part, from 1, of sample `low` + k.
-        pieces: sample numbers less `low`, PIECE each but the last.
+        pieces: sample numbers less `low` (below 2^32: see `tables.CAPACITY`), PIECE each but the
+           last.
         following: uint8[count] or None: the part in which the sample at a position comes again.
     """
 
@@ -66,7 +63,7 @@ class Order:
         count: int,
         low: int,
         table: Bytes,
-        pieces: list[Piece | None],
+        pieces: list[UInt32s | None],
         following: Bytes | None,
     ) -> None:
         self.count = count
@@ -202,7 +199,7 @@ class Arriving:
         self._low = low
         self._replacement = replacement
         self._table = np.zeros(span, np.uint8)
-        self._pieces: list[Piece] = []
+        self._pieces: list[UInt32s] = []
 
     def add(self, numbers: Int64s) -> None:
         """Add the next positions; the numbers are of the dataset.

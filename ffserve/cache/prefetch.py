@@ -22,9 +22,10 @@ from math import ceil
 
 import numpy as np
 
-from ffserve.cache.cache import Cache, Fetch, Int64s, Load
+from ffserve.cache.cache import Cache, Fetch, Load
 from ffserve.cache.jobs import JobProgress
 from ffserve.cache.orders import Order
+from ffserve.dtypes import Int64s
 from ffserve.reads.windows import window_ends
 
 PIECE_COUNT = 128

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ffserve.cache.arena import Arena
 from ffserve.cache.cache import Cache, Fetch, Load
@@ -21,6 +20,7 @@ from ffserve.cache.next_use import NextUse
 from ffserve.cache.orders import PIECE
 from ffserve.cache.prefetch import Piece, Prefetcher
 from ffserve.cache.tables import SMALL_RECORD_SIZE, Directory, ShardTable
+from ffserve.dtypes import Bools, Int64s
 from ffserve.engine.slots import RESIDENT
 
 REPORT_INTERVAL_S, SLOW_READS_S = 0.01, 0.005
@@ -29,8 +29,6 @@ SAMPLE_SIZE = 4096
 """Bytes of a sample whose size does not matter: no part of a slot or slab is unused."""
 HEAD_SIZE = 12
 """Bytes of the file before the first sample."""
-
-Int64s = NDArray[np.int64]
 
 
 @dataclass
@@ -286,9 +284,9 @@ class Simulation:
         """The number of the first of the samples that jobs use."""
         return self._base if self._prepared_size is None else self._prepared_base
 
-    def _absent(self, numbers: Int64s) -> NDArray[np.bool_]:
+    def _absent(self, numbers: Int64s) -> Bools:
         slots = self.directory.slot_of[numbers] - 1
-        absent: NDArray[np.bool_] = (slots < 0) | (self.cache.state[slots] != RESIDENT)
+        absent: Bools = (slots < 0) | (self.cache.state[slots] != RESIDENT)
         return absent
 
     def _prepare(self, missing: Int64s, job: Job, now: float) -> float:

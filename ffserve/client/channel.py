@@ -29,11 +29,11 @@ from ffserve import protocol
 from ffserve.client.descriptors import DatasetRequest, Files, OpenFiles
 from ffserve.client.memory import Memories
 from ffserve.client.source import Target
+from ffserve.dtypes import Int64s
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
 
 T = TypeVar("T")
-Int64s = NDArray[np.int64]
 
 REPORT_INTERVAL_S = 1.0
 """How often a client that only hits reports its counters."""

@@ -12,13 +12,10 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ffserve import protocol
 from ffserve.client.connection import Driver
-
-Int64s = NDArray[np.int64]
-UInt64s = NDArray[np.uint64]
+from ffserve.dtypes import Int64s, UInt64s
 
 COUNT_INTERVAL_S = 0.25
 """How often cached samples enter the counters, besides before a look at them, and how often a

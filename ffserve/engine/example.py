@@ -9,13 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.dtypes import Bools, Bytes, Int32s, Int64s, UInt64s
 from ffserve.engine.core import I32S, NULL, ffi, from_buffer, lib
-
-Bools = NDArray[np.bool_]
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
-UInt64s = NDArray[np.uint64]
-Bytes = NDArray[np.uint8]
 
 BYTES, FLOAT, INT64 = lib.FFS_EXAMPLE_BYTES, lib.FFS_EXAMPLE_FLOAT, lib.FFS_EXAMPLE_INT64
 MALFORMED, KIND = lib.FFS_EXAMPLE_MALFORMED, lib.FFS_EXAMPLE_KIND

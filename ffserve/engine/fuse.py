@@ -8,12 +8,10 @@ from __future__ import annotations
 import os
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ffserve.dtypes import Int64s
 from ffserve.engine.core import I64S, NULL, U8S, ffi, from_buffer, lib
 from ffserve.engine.shm import View
-
-Int64s = NDArray[np.int64]
 
 
 class Requests:

@@ -35,8 +35,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ffserve.cache.cache import Cache, Fetch, Int64s, Load
+from ffserve.cache.cache import Cache, Fetch, Load
 from ffserve.cache.prefetch import Piece, Prefetcher
+from ffserve.dtypes import Int64s
 from ffserve.errors import STATUS_ARENA_BUSY, Failure
 from ffserve.server.reading.statistics import Histogram
 from ffserve.server.reading.waiting import JobReads, SessionTime

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from ffserve import protocol
-from ffserve.cache.cache import Int64s
 from ffserve.dataset import Layout
+from ffserve.dtypes import Int64s
 from ffserve.errors import (
     AccessDenied,
     Failure,
