@@ -14,7 +14,7 @@ from math import exp
 
 import numpy as np
 
-from ffserve.cache.orders import PARTS, Order
+from ffserve.cache.orders import PARTS, AnnouncedOrder
 from ffserve.dtypes import Bools, Floats, Int64s
 from ffserve.engine.slots import mark
 
@@ -45,7 +45,7 @@ FADE = 0.98
 USUAL = 16
 """Reports over which the usual step is a mean, as it fades."""
 
-Table = tuple[Order, Floats]
+Table = tuple[AnnouncedOrder, Floats]
 _NONE: Int64s = np.zeros(0, np.int64)
 
 
@@ -98,7 +98,7 @@ class JobProgress:
         self.pace = Pace()
         self.last_used: float | None = None
         # of a job that announces
-        self.orders: dict[int, Order] = {}
+        self.orders: dict[int, AnnouncedOrder] = {}
         self.epoch = 0
         self.position = 0
         self.front = 0
@@ -134,7 +134,7 @@ class JobProgress:
     # ---- orders ---------------------------------------------------------------------------
 
     @property
-    def order(self) -> Order | None:
+    def order(self) -> AnnouncedOrder | None:
         """The order of the current epoch."""
         return self.orders.get(self.epoch)
 
@@ -146,7 +146,7 @@ class JobProgress:
     def announced(
         self,
         epoch: int,
-        order: Order,
+        order: AnnouncedOrder,
         name: str | None,
         announcer: object,
         now: float,
@@ -306,7 +306,7 @@ class JobProgress:
         here = (parts >= order.part(self.position)) & (parts <= order.part(min(end, order.count)))
         order.pass_over(numbers[here])
 
-    def _found(self, order: Order, part: int, number: int) -> None:
+    def _found(self, order: AnnouncedOrder, part: int, number: int) -> None:
         """A sample in this part was requested: move the front behind it."""
         start = max(order.edge(part), self.front)
         edge = order.edge(part + 1)

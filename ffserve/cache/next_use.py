@@ -14,7 +14,7 @@ from weakref import WeakSet
 import numpy as np
 
 from ffserve.cache.jobs import JobProgress
-from ffserve.cache.orders import Arriving, Order, Steps, done
+from ffserve.cache.orders import AnnouncedOrder, Arriving, Steps, done
 from ffserve.dtypes import Int64s
 from ffserve.engine.slots import Future, SilentJobs
 from ffserve.errors import UsageError
@@ -258,7 +258,7 @@ class NextUse:
         self,
         progress: JobProgress,
         epoch: int,
-        order: Order,
+        order: AnnouncedOrder,
         name: str | None,
         announcer: object,
         now: float,
@@ -270,7 +270,7 @@ class NextUse:
         self,
         progress: JobProgress,
         epoch: int,
-        order: Order,
+        order: AnnouncedOrder,
         name: str | None,
         announcer: object,
         now: float,

@@ -80,7 +80,7 @@ class ClientStatistics:
         """Hits and their bytes that have not entered the counters."""
         self._count_at = time.monotonic() + COUNT_INTERVAL_S
         self.take_times: Callable[[], UInt64s | None] | None = None
-        """See `View.take_times`."""
+        """See `MappedView.take_times`."""
         self._times_at = 0.0
 
     def add_hits(self, indices: Int64s, size: int) -> None:

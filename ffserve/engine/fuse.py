@@ -11,7 +11,7 @@ import numpy as np
 
 from ffserve.dtypes import Int64s
 from ffserve.engine.core import I64S, NULL, U8S, ffi, from_buffer, lib
-from ffserve.engine.shm import View
+from ffserve.engine.shm import MappedView
 
 
 class Requests:
@@ -50,7 +50,7 @@ class Requests:
         c.named_count, c.request_size = len(samples), request_size
         c.content_size, c.hits_room = content_size, hit_count
 
-    def next(self, view: View | None) -> int:
+    def next(self, view: MappedView | None) -> int:
         """Wait for a request that cannot be answered from memory.
 
         Args: view: of the samples; None: none is in memory.

@@ -28,7 +28,7 @@ NOWHERE = 2**64 - 1
 """No offset: a sample that is not readable, a read without a slot, a record without an entry."""
 
 DURATIONS: int = lib.FFS_DURATIONS
-"""Buckets of `View.take_times`."""
+"""Buckets of `MappedView.take_times`."""
 
 ENTRY_DTYPE = np.dtype([("seq", "u4"), ("length_low", "u4"), ("place", "u8")])
 assert ENTRY_DTYPE.itemsize == ffi.sizeof("ffs_entry")
@@ -100,7 +100,7 @@ class Located(NamedTuple):
     unknown: int
 
 
-class View:
+class MappedView:
     """Arenas and directories, as a client needs them to copy samples.
 
     Args:

@@ -724,7 +724,7 @@ def _merged(begins: Int64s, ends: Int64s, rows: Int64s) -> list[tuple[int, int, 
 
 
 def _edges(count: int) -> Floats:
-    """Return the first position of each part of an order; see `orders.Order.edge`."""
+    """Return the first position of each part of an order; see `orders.AnnouncedOrder.edge`."""
     edges: Floats = np.ceil((np.arange(PARTS + 2) - 1) * count / PARTS)
     return edges
 
