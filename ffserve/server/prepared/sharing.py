@@ -14,7 +14,7 @@ from ffserve.dataset import Layout
 from ffserve.errors import FFServeError, ProtocolError, ReadError, UsageError
 from ffserve.protocol import Message
 from ffserve.server.prepared.claims import MOST_WAITING, Preparation, Waiting
-from ffserve.server.reading.scheduler import SampleRequest
+from ffserve.server.reading.requests import SampleRequest
 from ffserve.server.sessions.datasets import MOST_NAME, Dataset, Steps
 from ffserve.server.sessions.state import ServerState
 
@@ -230,7 +230,7 @@ class Sharing:
 
     def copied(self, request: SampleRequest) -> None:
         """Samples of a PUT are in memory, or could not be copied."""
-        self._state.scheduler.acknowledge(self._session.owner, [request.tag])
+        self._state.scheduler.pins.acknowledge(self._session.owner, [request.tag])
         self._state.claims.end(request.dataset, request.numbers.tolist())
 
     def distrust(self, message: protocol.Distrust) -> Steps:

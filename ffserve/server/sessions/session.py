@@ -44,7 +44,7 @@ from ffserve.server.files.remote import identity_from
 from ffserve.server.files.shards import Identity, OpenShard, PassedFile, Request
 from ffserve.server.life import handover
 from ffserve.server.prepared.sharing import PrepareRequest, Sharing
-from ffserve.server.reading.scheduler import Owner, Reply, SampleRequest
+from ffserve.server.reading.requests import Owner, Reply, SampleRequest
 from ffserve.server.sessions.datasets import STEP_COUNT, Dataset, OrderReceiver, Steps, parts
 from ffserve.server.sessions.outbox import MemoryMessage
 from ffserve.server.sessions.state import LARGEST_COUNT, Job, ServerState
@@ -528,7 +528,7 @@ class Session:
 
     def _acknowledge(self, packed: bytes, first: int) -> None:
         """Unpin the samples of the next few acknowledged GETs, from a byte on."""
-        self._state.scheduler.acknowledge(self.owner, _tags(packed, first))
+        self._state.scheduler.pins.acknowledge(self.owner, _tags(packed, first))
 
     def _tell(self, message: protocol.Tell, now: float) -> Steps:
         self._count(message.hits, message.hit_size, now)
@@ -542,7 +542,7 @@ class Session:
 
     def _release(self, message: protocol.Release, now: float) -> Steps:
         for first in range(0, len(message.tags), 4 * FEW):
-            self._state.scheduler.release(self.owner, _tags(message.tags, first))
+            self._state.scheduler.pins.release(self.owner, _tags(message.tags, first))
             now = yield None
         self._state.scheduler.pump(now)
 
@@ -605,7 +605,7 @@ class Session:
         if user.requests.full or user.asked.full:
             waiting.ask(now)
             while user.requests.full or user.asked.full:
-                self._state.scheduler.limit_pins(user)
+                self._state.scheduler.pins.limit(user)
                 if user.requests.full or user.asked.full:
                     now = yield user.requests if user.requests.full else user.asked
             waiting.answer(now)
