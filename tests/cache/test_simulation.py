@@ -547,7 +547,7 @@ class Client:
     def _open(self, tag: int, _: object) -> None:
         self.world.catalog.hold(self.shards, 1)
         shards: Any = self.shards
-        self.session.opened(tag, [shard.path for shard in shards], shards)
+        self.session.datasets.opened(tag, [shard.path for shard in shards], shards)
 
     def _got(self, sent: Message | MemoryMessage) -> None:
         assert not self.dead, "the dead get an answer"
@@ -916,7 +916,9 @@ def test_a_client_that_breaks_the_rules_harms_only_itself(seed: int) -> None:
                     while openings:
                         world.catalog.hold(world.shards, 1)
                         shards: Any = world.shards
-                        wild.opened(openings.pop(), [shard.path for shard in shards], shards)
+                        wild.datasets.opened(
+                            openings.pop(), [shard.path for shard in shards], shards
+                        )
                     take_all(wild.receive(wild_message(chooser, 1), world.now), world.now)
                     world.check()
                     if world.events and chooser.random() < 0.5:
