@@ -24,7 +24,7 @@ from daemon import DEADLINE_S, sample, until, write
 from systemd_container import DATA, ROOT, SOURCE, Container, NoSystemd, booted
 
 sys.path.insert(0, str(ROOT))
-from ffserve.bench.cgroup import limited
+from benchmarks.harness.cgroup import limited
 
 pytestmark = pytest.mark.systemd
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ffserve.bench.processes import THIS
+from ffserve.bench.processes import command
 
 ROOT = Path(__file__).parents[2]
 ENGINE = ROOT / "ffserve" / "engine"
@@ -116,7 +116,7 @@ def test_what_a_command_starts_is_not_looked_for_in_the_working_directory(tmp_pa
     (tmp_path / "ffserve").mkdir()
     (tmp_path / "ffserve" / "__init__.py").write_text("raise SystemExit('a checkout')")
     done = subprocess.run(
-        [*THIS.command("ffserve"), "inspect", "/none.ffr"],
+        [*command("ffserve"), "inspect", "/none.ffr"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
