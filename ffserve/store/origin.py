@@ -1,17 +1,17 @@
-"""Origins: remote files by fsspec. List them, identify them, read ranges, name what failed.
+"""Origins: list remote files, identify them, read ranges of them, and say what failed.
 
-Everything here blocks and is called in threads of the store. fsspec's file systems are used by
-their public calls (`info`, `glob`, `ls`, `open`, `seek`, `read`): a file that is opened with
-``cache_type="none"`` sends one request for each read, which S3 makes conditional on the ETag.
+Everything here blocks and is called in threads of the store. A scheme (`schemes/`) gives the file
+system of a URL, which is used by its public calls (`info`, `glob`, `ls`, `find`), and opens a
+version of an object, of which each read is one request.
 
 An object is identified by URL, size, ETag (or the version that its origin has instead) and
-modification time. Whether bytes belong to the object that was identified is checked after they were
-read, unless the origin checks it itself, or the bytes are those of a commit. So no two versions of
-an object are ever mixed.
+modification time. The object is looked at again after each read, which tells whether the bytes
+belong to the version that was identified; this is not needed where reads are conditional on the
+version. So no two versions of an object are ever mixed.
 
-Nothing is written to an origin, and nothing is deleted there. Credentials are those that fsspec's
-packages find (environment, their own files), or those of an `Access` and no others; they are in no
-message.
+Nothing is written to an origin, and nothing is deleted there. Credentials are those that the
+packages find (environment, their own files), or those of an `Access` and no others. No message
+contains any.
 """
 
 from __future__ import annotations

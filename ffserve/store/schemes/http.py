@@ -45,9 +45,7 @@ class Http(Scheme):
         return new_file_system(url, client_kwargs=client)
 
     def defaults(self, settings: Options) -> Options:
-        return (
-            {} if "client_kwargs" in settings else {"client_kwargs": {"timeout": self._timeout()}}
-        )
+        return {"client_kwargs": {"timeout": self._timeout()}}
 
     def open(self, system: Any, path: str, *, size: int, tag: str) -> OpenVersion:
         # Offsets are those of the file, not of its compressed form.
