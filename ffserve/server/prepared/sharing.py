@@ -13,7 +13,8 @@ from ffserve import protocol
 from ffserve.dataset import Layout
 from ffserve.errors import FFServeError, ProtocolError, ReadError, UsageError
 from ffserve.protocol import Message
-from ffserve.server.prepared.claims import MOST_WAITING, Preparation, Waiting
+from ffserve.server.files.preparations import Preparation
+from ffserve.server.prepared.claims import MOST_WAITING, Waiting
 from ffserve.server.reading.scheduler import SampleRequest
 from ffserve.server.sessions.datasets import MOST_NAME, Dataset, Steps
 from ffserve.server.sessions.state import ServerState
