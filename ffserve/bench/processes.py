@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from ffserve.disk.output import write_error
 from ffserve.errors import FFServeError, ServerUnavailable, UsageError
-from ffserve.output import write_error
 
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 10.0

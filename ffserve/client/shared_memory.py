@@ -36,7 +36,7 @@ from ffserve.client.source import (
     places,
 )
 from ffserve.client.statistics import ClientStatistics
-from ffserve.dataset import Layout, ShardInfo, combined_fingerprint
+from ffserve.dataset.layout import Layout, ShardInfo, combined_fingerprint
 from ffserve.engine.arrays import integers, separate
 from ffserve.engine.shm import Located, View
 from ffserve.errors import (

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ffserve import __version__
+from ffserve._version import __version__
 from ffserve.client.prepared import PreparedSource, prepared_source
 from ffserve.errors import FormatError, ProtocolError, ServerUnavailable, UsageError
 

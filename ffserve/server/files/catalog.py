@@ -38,9 +38,10 @@ from ffserve.cache.adoption import drop_other_blocks
 from ffserve.cache.cache import Cache
 from ffserve.cache.inventory import CHUNKED, Inventory, ShardRow
 from ffserve.cache.tables import Directory, ShardTable
+from ffserve.disk.files import os_error
+from ffserve.disk.shardfile import FileState
 from ffserve.engine.opening import close_fds
 from ffserve.errors import FFServeError, ReadError
-from ffserve.files import os_error
 from ffserve.formats.base import UNKNOWN_LENGTH
 from ffserve.protocol import MOST_FILES
 from ffserve.server.files.opening import (
@@ -69,7 +70,6 @@ from ffserve.server.prepared.claims import Preparation, Preparations
 from ffserve.server.reading.io import Engines
 from ffserve.server.users.access import HOST, OWN, Owner, Peer, Rules, viewer_of
 from ffserve.server.users.domains import Domain, Domains
-from ffserve.shardfile import FileState
 
 T = TypeVar("T")
 

@@ -23,6 +23,7 @@ from typing import TypeAlias
 import numpy as np
 
 from ffserve.cache.tables import Directory
+from ffserve.disk.files import os_error
 from ffserve.engine.io import open_direct_all
 from ffserve.engine.opening import (
     Int32s,
@@ -33,7 +34,6 @@ from ffserve.engine.opening import (
     stat_fds,
 )
 from ffserve.errors import FFServeError, ReadError
-from ffserve.files import os_error
 from ffserve.reads.opening import How, OpenFiles, Tables, enter, read_single, read_together
 from ffserve.reads.page_cache import open_cached
 from ffserve.server.files.remote import RemoteFiles, RemoteShard, Wanted, blocks_of

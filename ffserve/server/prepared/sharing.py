@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import protocol
-from ffserve.dataset import Layout
+from ffserve.dataset.layout import Layout
 from ffserve.errors import FFServeError, ProtocolError, ReadError, UsageError
 from ffserve.protocol import Message
 from ffserve.server.prepared.claims import MOST_WAITING, Preparation, Waiting

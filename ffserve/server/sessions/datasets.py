@@ -14,7 +14,7 @@ from ffserve import protocol
 from ffserve.cache.cache import Int64s
 from ffserve.cache.jobs import JobProgress
 from ffserve.cache.orders import Arriving
-from ffserve.dataset import Layout
+from ffserve.dataset.layout import Layout
 from ffserve.errors import FFServeError, ProtocolError, SampleIndexError, UsageError
 from ffserve.protocol import Message
 from ffserve.server.files.shards import OpenShard

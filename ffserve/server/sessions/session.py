@@ -27,7 +27,7 @@ import numpy as np
 
 from ffserve import protocol
 from ffserve.cache.cache import Int64s
-from ffserve.dataset import Layout
+from ffserve.dataset.layout import Layout
 from ffserve.errors import (
     AccessDenied,
     Failure,

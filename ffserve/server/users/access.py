@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.config import USER_FILE_SYSTEMS, CommonName
+from ffserve.disk.files import os_error
 from ffserve.engine.opening import (
     KIND_BITS,
     Int32s,
@@ -43,7 +44,6 @@ from ffserve.engine.opening import (
     stat_names,
 )
 from ffserve.errors import AccessDenied
-from ffserve.files import os_error
 
 Bools = NDArray[np.bool_]
 

@@ -49,9 +49,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.disk.files import read_at_of
 from ffserve.engine.codec import CRC_32C, Tables, checksums, crc32c, small_tfrecord_index
 from ffserve.errors import FFServeError
-from ffserve.files import read_at_of
 from ffserve.formats.base import ScannedShard
 
 MAGIC = b"ffserve\n"
