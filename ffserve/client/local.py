@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve import shardfile
 from ffserve.client.local_chunks import ChunkCache, ChunkReads
 from ffserve.client.local_files import ShardFiles, fitting_share
 from ffserve.client.source import Batch, Indices, Leased, Target, check_out, places
 from ffserve.client.windows import Part, Windows
-from ffserve.dataset import Layout, ShardInfo, as_int64, combined_fingerprint
+from ffserve.dataset.layout import Layout, ShardInfo, as_int64, combined_fingerprint
+from ffserve.disk import shardfile
+from ffserve.disk.files import open_regular, raise_file_limit
 from ffserve.dtypes import Bytes, Int32s, Int64s
 from ffserve.engine.io import Engine, EngineBatch, local_engine
 from ffserve.errors import (
@@ -33,7 +34,6 @@ from ffserve.errors import (
     ServerUnavailable,
     raise_first,
 )
-from ffserve.files import open_regular, raise_file_limit
 from ffserve.formats.base import UNKNOWN_LENGTH
 from ffserve.reads.opening import How, OpenFiles, Tables, enter, read_single, read_together
 from ffserve.reads.records import Failures, outcome_of, record_batch

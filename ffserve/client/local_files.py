@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.disk.files import wrap_os_error
 from ffserve.dtypes import Int32s, Int64s
 from ffserve.engine.cached import LocalTables
 from ffserve.engine.io import Engine, in_memory, open_direct
 from ffserve.errors import UsageError
-from ffserve.files import wrap_os_error
-from ffserve.machine import free_memory
+from ffserve.system.machine import free_memory
 
 MOST_OF_FREE_MEMORY = 0.8
 """Part of the free memory that the share may fill."""

@@ -29,13 +29,13 @@ from ffserve.client.local import (
 )
 from ffserve.client.local_chunks import Chunk, ChunkCache, FileOf, decoding_threads, new_memory
 from ffserve.client.source import Batch, Indices, Target
+from ffserve.disk.shardfile import FileState
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.engine.codec import checksums, scatter
 from ffserve.engine.io import Engine
 from ffserve.errors import STATUS_CHECKSUM, FFServeError, status_error
 from ffserve.reads.chunks import decode
 from ffserve.reads.opening import How, Tables
-from ffserve.shardfile import FileState
 from ffserve.store import fetching
 from ffserve.store.fetching import identity_of
 from ffserve.store.opening import parsed
