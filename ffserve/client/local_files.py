@@ -26,10 +26,11 @@ from numpy.typing import NDArray
 
 from ffserve.client.source import Int64s
 from ffserve.engine.cached import LocalTables
-from ffserve.engine.io import Engine, in_memory, open_direct
+from ffserve.engine.io import in_memory, open_direct
 from ffserve.errors import UsageError
 from ffserve.files import wrap_os_error
 from ffserve.machine import free_memory
+from ffserve.reads.records import BatchEngine
 
 MOST_OF_FREE_MEMORY = 0.8
 """Part of the free memory that the share may fill."""
@@ -78,7 +79,7 @@ class ShardFiles:
 
     def __init__(self) -> None:
         self._files: list[_File] = []
-        self._attached: list[tuple[Engine, Numbers]] = []
+        self._attached: list[tuple[BatchEngine, Numbers]] = []
         self._finalizer = weakref.finalize(self, _close, self._files, self._attached)
         self._finalizer.atexit = False
         self.share = 1.0
@@ -146,7 +147,7 @@ class ShardFiles:
                 size = int(ends[last]) - begin
                 os.posix_fadvise(self.fd(int(shards[first])), begin, size, os.POSIX_FADV_WILLNEED)
 
-    def attach(self, engine: Engine) -> Numbers:
+    def attach(self, engine: BatchEngine) -> Numbers:
         """Add the files to an engine."""
         numbers = np.full((2, len(self._files)), -1, np.int32)
         self._attached.append((engine, numbers))
@@ -167,7 +168,7 @@ class ShardFiles:
         self._finalizer()
 
 
-def _close(files: list[_File], attached: list[tuple[Engine, Numbers]]) -> None:
+def _close(files: list[_File], attached: list[tuple[BatchEngine, Numbers]]) -> None:
     for engine, numbers in attached:
         with contextlib.suppress(UsageError):  # the engine is closed
             for number in set(numbers.ravel().tolist()) - {-1}:
