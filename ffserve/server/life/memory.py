@@ -9,11 +9,12 @@ import numpy as np
 
 from ffserve.cache.adoption import Adopted
 from ffserve.cache.arena import Arena
-from ffserve.cache.cache import Cache, Int64s
+from ffserve.cache.cache import Cache
 from ffserve.cache.inventory import Inventory
 from ffserve.cache.next_use import SMALLEST_LIMIT, NextUse
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.config import ServerConfig
+from ffserve.dtypes import Int64s
 from ffserve.engine.shm import retract
 from ffserve.errors import ReadError
 from ffserve.machine import usable_memory

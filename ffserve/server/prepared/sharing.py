@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import protocol
-from ffserve.cache.cache import Int64s
 from ffserve.dataset import Layout
+from ffserve.dtypes import Int64s, UInt64s
 from ffserve.errors import FFServeError, ProtocolError, ReadError, UsageError
 from ffserve.server.prepared.claims import MOST_WAITING, Preparation, Waiting
 from ffserve.server.reading.requests import SampleRequest
@@ -22,8 +22,6 @@ from ffserve.server.users.shares import Bound
 
 EVICTED_COUNT = 1024
 """Prepared samples that are evicted in one step."""
-
-Uint64s = NDArray[np.uint64]
 
 
 @dataclass(slots=True, eq=False)
@@ -234,7 +232,7 @@ class Sharing:
         if not same.all():
             yield from self._stop(dataset, preparation)
 
-    def _count(self, preparation: Preparation, sizes: Uint64s, cost_us: int) -> None:
+    def _count(self, preparation: Preparation, sizes: UInt64s, cost_us: int) -> None:
         arena, largest = self._state.memory.arena, int(sizes.max())
         if not preparation.count and int(sizes.min()) == largest <= arena.slab_size:
             arena.make_class(largest)  # as `Cache.fit` does for the samples of a file
@@ -273,10 +271,10 @@ class Sharing:
                 yield None
 
 
-def _extents(message: protocol.Put, count: int) -> tuple[Uint64s, Uint64s]:
+def _extents(message: protocol.Put, count: int) -> tuple[UInt64s, UInt64s]:
     """Return the places and the sizes in a PUT. Raises: ProtocolError."""
-    places: Uint64s = protocol.unpack_numbers(message.places, count, "<u8")
-    sizes: Uint64s = protocol.unpack_numbers(message.lengths, count, "<u8")
+    places: UInt64s = protocol.unpack_numbers(message.places, count, "<u8")
+    sizes: UInt64s = protocol.unpack_numbers(message.lengths, count, "<u8")
     if count > protocol.MOST_CLAIMED or not 0 <= message.cost_us < 1 << 53:
         raise ProtocolError("invalid PUT message: too many samples, or an invalid cost")
     if count and (int(sizes.max()) > protocol.MOST_PREPARED_SIZE or int(places.max()) >> 62):

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ffserve.cache.cache import Fetch, Int64s
+from ffserve.cache.cache import Fetch
+from ffserve.dtypes import Int64s
 from ffserve.server.reading.waiting import SessionTime
 from ffserve.server.users.shares import User
 

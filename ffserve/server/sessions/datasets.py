@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ffserve import protocol
-from ffserve.cache.cache import Int64s
 from ffserve.cache.jobs import JobProgress
 from ffserve.cache.orders import Arriving
 from ffserve.dataset import Layout
+from ffserve.dtypes import Int64s
 from ffserve.errors import FFServeError, ProtocolError, SampleIndexError, UsageError
 from ffserve.protocol import Message
 from ffserve.server.files.shards import OpenShard

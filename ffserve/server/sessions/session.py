@@ -24,8 +24,13 @@ from typing import Any
 import numpy as np
 
 from ffserve import protocol
-from ffserve.cache.cache import Int64s
-from ffserve.errors import FFServeError, ProtocolError, SampleIndexError, UsageError
+from ffserve.dtypes import Int64s
+from ffserve.errors import (
+    FFServeError,
+    ProtocolError,
+    SampleIndexError,
+    UsageError,
+)
 from ffserve.protocol import Message
 from ffserve.server.files.shards import Request
 from ffserve.server.life import handover

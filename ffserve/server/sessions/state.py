@@ -16,8 +16,9 @@ import numpy as np
 
 from ffserve import __version__, protocol
 from ffserve.cache.adoption import adopt
-from ffserve.cache.cache import Int64s, Load
+from ffserve.cache.cache import Load
 from ffserve.config import ServerConfig
+from ffserve.dtypes import Int64s
 from ffserve.errors import AccessDenied, ReadError
 from ffserve.server.files.catalog import Catalog
 from ffserve.server.files.explaining import Explainer

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ffserve.cache.cache import Int64s
 from ffserve.cache.tables import ShardTable
+from ffserve.dtypes import Int64s
 from ffserve.errors import ArenaError, FFServeError, FormatError
 from ffserve.server.files.shards import OpenShard
 from ffserve.server.life.log import RepeatedLines
