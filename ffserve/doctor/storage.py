@@ -23,7 +23,7 @@ VIRTUAL = ("vd", "xvd", "loop")
 """Disks of virtual machines and images, which say nothing true about rotation."""
 
 
-class Mount(NamedTuple):
+class MountedFileSystem(NamedTuple):
     """A line of /proc/self/mountinfo. options: of the file system."""
 
     place: str
@@ -173,7 +173,7 @@ def _served(case: Case, path: str, answer: dict[str, Any], kind: str) -> Iterato
         )
 
 
-def _buffered(case: Case, path: str, kind: str, mount: Mount) -> Finding:
+def _buffered(case: Case, path: str, kind: str, mount: MountedFileSystem) -> Finding:
     """Return the finding of a file system without direct reads."""
     commands: tuple[str, ...] = (f"findmnt -T {shlex.quote(path)}",)
     text = f"no direct reads (O_DIRECT) of {path}, on {kind} at {mount.place}"
@@ -197,16 +197,16 @@ def _buffered(case: Case, path: str, kind: str, mount: Mount) -> Finding:
 # ---- the disk ---------------------------------------------------------------------------------
 
 
-def mount_of(path: str) -> Mount:
+def mount_of(path: str) -> MountedFileSystem:
     """Return the mount below which a path lies, by its name alone: nothing is asked of the file
     system."""
-    best = Mount("/", "unknown", "", "")
+    best = MountedFileSystem("/", "unknown", "", "")
     for line in text_in("/proc/self/mountinfo").splitlines():
         about, _, device = line.partition(" - ")
         place = _unescaped(about.split(" ")[4])
         if len(place) >= len(best.place) and (path + "/").startswith(place.rstrip("/") + "/"):
             kind, source, options = device.split(" ")[:3]
-            best = Mount(place, kind, _unescaped(source), options)
+            best = MountedFileSystem(place, kind, _unescaped(source), options)
     return best
 
 
@@ -214,7 +214,7 @@ def _unescaped(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 
-def _block_device(numbers: list[int], mount: Mount) -> Path | None:
+def _block_device(numbers: list[int], mount: MountedFileSystem) -> Path | None:
     """Return the directory in /sys of the block device of a file; None: it has none."""
     major, minor = numbers
     if major == 0 and mount.source.startswith("/dev/"):  # btrfs
@@ -227,7 +227,7 @@ def _block_device(numbers: list[int], mount: Mount) -> Path | None:
     return place.resolve() if place.exists() else None
 
 
-def _disk(case: Case, device: Path, mount: Mount) -> Iterator[str | Finding]:
+def _disk(case: Case, device: Path, mount: MountedFileSystem) -> Iterator[str | Finding]:
     """Look at the settings of a disk. Args: device: of it or of a partition."""
     disk = device.parent if (device / "partition").exists() else device
     name, queue, write = disk.name, disk / "queue", case.host.write

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command import run, text_of
 
-from ffserve.cli import service
+from ffserve.cli.daemon import service
 from ffserve.errors import UsageError
 
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ffserve import machine, socket_path
-from ffserve.cli.serve import serve
+from ffserve.cli.daemon.serve import serve
 from ffserve.config import (
     LIVE,
     REMOVED,

@@ -19,7 +19,7 @@ STEP_COUNT = 4096
 
 
 @dataclass(slots=True)
-class Outcome:
+class WarmedFiles:
     """What became of some files. rows: for JSON, one of each. text: for people. errors: of files or
     samples. left: bytes that the store has no room for."""
 
@@ -74,7 +74,7 @@ def warm(paths: tuple[str, ...], socket: str | None, as_json: bool) -> int:
     return exit_code_of_all(error.code for error in errors) or int(left > 0)
 
 
-def _remote(paths: list[str], socket: str | None, daemon: dict[str, Any] | None) -> Outcome:
+def _remote(paths: list[str], socket: str | None, daemon: dict[str, Any] | None) -> WarmedFiles:
     if daemon is not None and daemon["store"]["directory"]:
         try:
             return _through_daemon(paths, socket, daemon)
@@ -83,7 +83,7 @@ def _remote(paths: list[str], socket: str | None, daemon: dict[str, Any] | None)
     return _into_own_store(paths)
 
 
-def _through_daemon(paths: list[str], socket: str | None, daemon: dict[str, Any]) -> Outcome:
+def _through_daemon(paths: list[str], socket: str | None, daemon: dict[str, Any]) -> WarmedFiles:
     """Read files in order, as a job that has announced this. Raises: as `ffserve.open`."""
     import numpy as np
 
@@ -120,10 +120,10 @@ def _through_daemon(paths: list[str], socket: str | None, daemon: dict[str, Any]
     words += [f"{format_size(in_memory)} in the memory of the daemon"]
     words += [f"the store has no room for {format_size(left)}"] * bool(left)
     words += [f"{counted(len(errors), 'failed sample')}"] * bool(errors)
-    return Outcome(rows, "; ".join(words), errors, left)
+    return WarmedFiles(rows, "; ".join(words), errors, left)
 
 
-def _into_own_store(paths: list[str]) -> Outcome:
+def _into_own_store(paths: list[str]) -> WarmedFiles:
     """Fetch files into the store of this user."""
     from ffserve.store.warming import warm_up
 
@@ -145,4 +145,4 @@ def _into_own_store(paths: list[str]) -> Outcome:
     words[0] += f", {format_size(sum(each.size for each in done))}"
     words += [f"{format_size(sum(each.fetched for each in done))} fetched"]
     words += [f"the store has no room for {format_size(left)}"] * bool(left)
-    return Outcome(rows, "; ".join(words), errors, left)
+    return WarmedFiles(rows, "; ".join(words), errors, left)

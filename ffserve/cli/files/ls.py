@@ -12,8 +12,8 @@ import click
 import numpy as np
 
 from ffserve.cli import report
+from ffserve.cli.files.record_files import folders_of
 from ffserve.cli.options import format_option, json_option
-from ffserve.cli.record_files import folders_of
 from ffserve.cli.terminal import write_json_rows, write_lines
 from ffserve.dataset import outside
 from ffserve.errors import FFServeError, printable

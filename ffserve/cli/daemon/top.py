@@ -23,7 +23,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ffserve.cli import FloatRange, screen
+from ffserve.cli import FloatRange
+from ffserve.cli.daemon import screen
 from ffserve.cli.options import socket_option
 from ffserve.cli.terminal import BARS, duration
 from ffserve.client.connection import Connection
@@ -44,7 +45,7 @@ SortKey: TypeAlias = Callable[[JobRow], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class Sorting:
     """An order of jobs. key: of the keyboard. first: the smallest comes first."""
 
     key: str
@@ -52,14 +53,14 @@ class Order:
 
 
 ORDERS = {
-    "rate": Order("s", lambda job: -job.per_s),
-    "hits": Order("h", lambda job: 2.0 if job.hit_rate_now is None else job.hit_rate_now),
-    "disk": Order("d", lambda job: -job.read_per_s),
-    "memory": Order("m", lambda job: -job.memory),
-    "waits": Order("w", lambda job: -job.waited),
-    "end": Order("e", lambda job: float("inf") if job.ends_s is None else job.ends_s),
-    "user": Order("u", lambda job: screen.user_name(job.user)),
-    "name": Order("n", lambda job: job.label),
+    "rate": Sorting("s", lambda job: -job.per_s),
+    "hits": Sorting("h", lambda job: 2.0 if job.hit_rate_now is None else job.hit_rate_now),
+    "disk": Sorting("d", lambda job: -job.read_per_s),
+    "memory": Sorting("m", lambda job: -job.memory),
+    "waits": Sorting("w", lambda job: -job.waited),
+    "end": Sorting("e", lambda job: float("inf") if job.ends_s is None else job.ends_s),
+    "user": Sorting("u", lambda job: screen.user_name(job.user)),
+    "name": Sorting("n", lambda job: job.label),
 }
 BY_KEY = {order.key: name for name, order in ORDERS.items()}
 
