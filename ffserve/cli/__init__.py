@@ -111,7 +111,7 @@ class CommandLine(click.Group):
 
 
 class FloatRange(click.FloatRange):
-    """click's FloatRange without nan, which is inside of any range to it."""
+    """click's FloatRange, which takes nan for a number inside of any range, without nan."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None

@@ -114,7 +114,7 @@ def test_nothing_is_found_on_a_healthy_machine(doctor: Doctor, daemon: Daemon, r
 
 def test_what_is_found_is_written_with_its_commands(doctor: Doctor, place: Path) -> None:
     text = doctor.run("--socket", place / "none").text
-    assert f"\nerror: {place}/none: there is no such socket [socket-missing]\n" in text
+    assert f"\nerror: {place}/none: this socket does not exist [socket-missing]\n" in text
     assert f"\n    ffserve serve --socket {place}/none\n" in text
     assert text.endswith("\nfound 1 error and 0 warnings; docs/OPERATIONS.md explains them\n")
 

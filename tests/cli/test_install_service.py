@@ -73,7 +73,7 @@ def test_an_installation_that_the_service_cannot_see_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    with pytest.raises(UsageError, match="no such program"):
+    with pytest.raises(UsageError, match="which does not exist"):
         service._program(live=True)
     program = tmp_path / "bin" / "ffserve"
     program.parent.mkdir()

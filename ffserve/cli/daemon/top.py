@@ -34,12 +34,12 @@ from ffserve.socket_path import find_socket
 
 LEAST_INTERVAL_S, MOST_INTERVAL_S = 0.2, 3600.0
 GRAPH, JOB_GRAPH = 24, 8
-"""Columns of the graphs: of the daemon, of each job."""
+"""The graphs of the daemon and of each job have so many columns."""
 WIDE, WIDEST = 100, 120
-"""Columns of the terminal from which on more is shown of each job."""
+"""On a terminal of at least so many columns, more is shown of each job."""
 EXIT_TERMINATED = 128 + signal.SIGTERM
 _SEQUENCE = re.compile(r"\x1b(\[[\d;]*.|O.)?")
-"""What arrows and the like send."""
+"""The escape sequences of arrow keys and the like."""
 
 SortKey: TypeAlias = Callable[[JobRow], Any]
 
@@ -106,7 +106,7 @@ def top(socket: str | None, interval: float, sort: str) -> int:
 
 
 def _watch(board: Board, live: Live, daemon: Watched, keyboard: Keyboard, interval_s: float) -> int:
-    """Show the daemon until the user has enough of it; return the exit code."""
+    """Show the daemon until the user quits; return the exit code."""
     due = time.monotonic() + interval_s
     while True:
         live.update(board.shown(), refresh=True)
@@ -191,7 +191,7 @@ class Keyboard:
             os.close(fd)
 
     def end(self, code: int) -> None:
-        """A signal has come: let `wait` return. Called in its handler."""
+        """Let `wait` return; the handler of a signal calls this."""
         self.ended = code
         os.write(self._wake[1], b".")
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ffserve.compat.folder_index import Folder
 
 STEP_COUNT = 16_384
-"""Samples that are listed at a time; the sizes of samples in chunks are read for it."""
+"""So many samples are listed at a time, since the sizes of samples in chunks must be read."""
 
 
 class _Row(NamedTuple):

@@ -14,14 +14,17 @@ from ffserve.config import format_size
 from ffserve.errors import FFServeError, ReadError, ServerUnavailable
 
 STEP_SIZE = 32 << 20
-"""Bytes, about, that are read at once."""
+"""About so many bytes are read at once."""
 STEP_COUNT = 4096
 
 
 @dataclass(slots=True)
 class WarmedFiles:
-    """What became of some files. rows: for JSON, one of each. text: for people. errors: of files or
-    samples. left: bytes that the store has no room for."""
+    """The result of warming some files.
+
+    rows: for JSON, one per file. text: for people. errors: of files or samples. left: bytes that
+    the store has no room for.
+    """
 
     rows: list[dict[str, Any]]
     text: str
@@ -79,7 +82,7 @@ def _remote(paths: list[str], socket: str | None, daemon: dict[str, Any] | None)
         try:
             return _through_daemon(paths, socket, daemon)
         except ReadError as error:
-            click.echo(f"without the daemon: {error}", err=True)
+            click.echo(f"the daemon is not used: {error}", err=True)
     return _into_own_store(paths)
 
 
