@@ -32,10 +32,10 @@ import numpy as np
 
 from benchmarks.announcing import announcing
 from benchmarks.closed_loop import watch, write_data
+from benchmarks.harness.cgroup import Cgroup, NoCgroup, limited
 from ffserve import cli
-from ffserve.bench.cgroup import Cgroup, NoCgroup, limited
-from ffserve.bench.harness import evict
 from ffserve.bench.processes import interruptible
+from ffserve.bench.samples import evict
 from ffserve.cache.simulation import SimulatedJob, Simulation, belady, shuffled
 from ffserve.engine.io import open_direct
 from ffserve.errors import FFServeError

@@ -34,6 +34,7 @@ import cffi  # type: ignore[import-untyped]
 from setuptools import Distribution, Extension  # type: ignore[import-untyped]
 from setuptools.command.bdist_wheel import bdist_wheel  # type: ignore[import-untyped]
 from setuptools.command.build_ext import build_ext  # type: ignore[import-untyped]
+from setuptools.command.build_py import build_py  # type: ignore[import-untyped]
 from setuptools.errors import BaseError, CCompilerError, CompileError  # type: ignore[import-untyped]
 
 MODULE = "ffserve.engine._core"
@@ -215,6 +216,15 @@ class BuildWheel(bdist_wheel):  # type: ignore[misc]
 
 def _headers() -> list[str]:
     return [str(HERE / room) for room in ROOMS]
+
+
+class BuildFiles(build_py):  # type: ignore[misc]
+    """build_py that also takes in what stands beside the package (`package-dir`): systemd/."""
+
+    def finalize_options(self) -> None:
+        packages = self.distribution.packages
+        packages += [name for name in self.distribution.package_dir or () if name not in packages]
+        super().finalize_options()
 
 
 def _numpy_headers() -> str:

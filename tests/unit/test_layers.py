@@ -55,7 +55,7 @@ LAYERS = {
     "view": "engine dataset files server client compat reader store",
     # the command line
     "examples": "torch example spark ray ffserve",
-    "bench": "order engine formats output client ffserve",
+    "bench": "engine formats output client ffserve",
     "doctor": "machine socket_path config engine formats dataset files memfd server client",
     "cli": "order socket_path config formats dataset files shardfile cache server client reader "
     "compat convert inputs bench doctor store view ffserve",

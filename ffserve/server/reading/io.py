@@ -33,7 +33,7 @@ from ffserve.server.reading.chunks import ChunkLoader
 from ffserve.server.reading.damage import SecondReader, WrongSample
 from ffserve.server.reading.devices import Device, Devices
 from ffserve.server.reading.fetches import Fetches, Gate, Waiting
-from ffserve.server.reading.scheduler import SampleRequest
+from ffserve.server.reading.requests import SampleRequest
 from ffserve.server.reading.statistics import Histogram
 from ffserve.store.fetching import Fetcher
 
