@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "ffserve"
 LAYERS = {
     # descriptions of data, without I/O
     "errors dtypes machine protocol order parallel socket_path": "",
+    "limits": "protocol",
     "mixture packing": "order",
     "config": "machine socket_path",
     "engine": "",
@@ -29,8 +30,8 @@ LAYERS = {
     "shardfile": "engine formats files index_file",
     "writer": "formats files output",
     # the daemon
-    "cache": "reads engine formats memfd",
-    "server": "machine protocol socket_path config engine formats reads dataset "
+    "cache": "limits reads engine formats memfd",
+    "server": "machine limits protocol socket_path config engine formats reads dataset "
     "files memfd shardfile cache store",
     # the client
     "client": "machine protocol socket_path engine formats reads dataset files memfd index_file "
@@ -56,7 +57,7 @@ LAYERS = {
     # the command line
     "examples": "torch example spark ray ffserve",
     "bench": "engine formats output client ffserve",
-    "doctor": "machine socket_path config engine formats dataset files memfd server client",
+    "doctor": "machine limits socket_path config engine formats dataset files memfd server client",
     "cli": "order socket_path config formats dataset files shardfile cache server client reader "
     "compat convert inputs bench doctor store view ffserve",
     "__main__": "cli",
@@ -67,7 +68,17 @@ errors and dtypes; "ffserve" is the package itself, which offers the names of th
 LAZY: dict[tuple[str, str], str] = {}
 """Imports inside functions that would close a circle, and why."""
 
-PURE = {"dtypes", "formats", "protocol", "dataset", "order", "mixture", "packing", "cache"}
+PURE = {
+    "dtypes",
+    "limits",
+    "formats",
+    "protocol",
+    "dataset",
+    "order",
+    "mixture",
+    "packing",
+    "cache",
+}
 """They can be simulated: no socket, event loop, thread, foreign function or clock of their own."""
 IMPURE = {"asyncio", "cffi", "concurrent", "ctypes", "datetime", "multiprocessing", "select"}
 IMPURE |= {"selectors", "socket", "subprocess", "_thread", "threading", "time", "uvloop"}

@@ -24,7 +24,9 @@ from ffserve.cache.arena import Arena
 from ffserve.cache.cache import Cache
 from ffserve.cache.inventory import Inventory
 from ffserve.cache.jobs import JobProgress
-from ffserve.cache.next_use import SMALLEST_LIMIT, NextUse
+from ffserve.cache.next_use import (
+    NextUse,
+)
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.config import ServerConfig, format_size
 from ffserve.dtypes import Int64s
@@ -36,6 +38,14 @@ from ffserve.errors import (
     FormatError,
     ProtocolError,
     ReadError,
+)
+from ffserve.limits import (
+    LEAST_ORDERS_SIZE,
+    MEMORY_FILES_SHARE,
+    MOST_KEPT_JOBS,
+    MOST_NAME,
+    MOST_SLOW_FILES,
+    ORDERS_SHARE,
 )
 from ffserve.machine import free_memory, usable_memory
 from ffserve.memfd import SharedMemory
@@ -59,22 +69,11 @@ from ffserve.server.users.shares import Users
 
 LARGEST_COUNT = (1 << 63) - 1
 """The largest number that REPORT can carry; only false counters of a client reach it."""
-MEMORY_FILES_SHARE = 16
-"""Files that prepared samples come through are 1 part in MEMORY_FILES_SHARE of the descriptors."""
-MOST_JOBS = 256
-"""Jobs whose counters are kept, ended ones included."""
-MOST_NAME = 200
-"""Characters in the name of a job."""
 JOB_COUNTERS, COUNTERS = 4, 7
 """How many counters have rates: `ServerState.counters_of`, `ServerState.counters`."""
-MOST_SLOW = 256
-"""Files with slow reads that are remembered, the latest."""
 
 RIVAL_SHARE = 16
 """A job whose data take less than 1 part in RIVAL_SHARE of the arena is no rival for memory."""
-ORDERS_SHARE = 4
-"""Announced orders take at most 1 part in ORDERS_SHARE of the arena's size (SMALLEST_LIMIT at
-least) as memory of their own, and at most half of the memory beside the arena."""
 
 
 @dataclass(slots=True)
@@ -311,7 +310,7 @@ class ServerState:
             slow.count += 1
             slow.longest_s, slow.last = max(slow.longest_s, seconds), now
             self.slow_reads.move_to_end(base)
-        while len(self.slow_reads) > MOST_SLOW:
+        while len(self.slow_reads) > MOST_SLOW_FILES:
             self.slow_reads.popitem(last=False)
 
     def _retract(self, firsts: Int64s, counts: Int64s, slots: Int64s, sizes: Int64s) -> None:
@@ -331,7 +330,7 @@ class ServerState:
         if job is None:
             job = self.jobs[name] = Job(name, now, now, user)
             for old in [j for j in self.jobs.values() if not j.sessions and j is not job]:
-                if len(self.jobs) <= MOST_JOBS:
+                if len(self.jobs) <= MOST_KEPT_JOBS:
                     break
                 del self.jobs[old.name]
         return job
@@ -489,7 +488,7 @@ def _kept_memory(config: ServerConfig, kept: KeptMemory) -> tuple[Arena, SharedM
 
 def _orders_limit(arena_size: int) -> int:
     left = max(usable_memory() - arena_size, 0)
-    return min(max(SMALLEST_LIMIT, arena_size // ORDERS_SHARE), left // 2)
+    return min(max(LEAST_ORDERS_SIZE, arena_size // ORDERS_SHARE), left // 2)
 
 
 def _memory(config: ServerConfig) -> tuple[Arena, SharedMemory]:
