@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from ffserve.disk.files import os_error
 from ffserve.engine.opening import close_fds
 from ffserve.errors import FFServeError, ReadError
-from ffserve.files import os_error
 from ffserve.limits import ASKED_AT_ONCE
 from ffserve.server.files.admission import Admission
 from ffserve.server.files.closing import ShardCloser

@@ -32,8 +32,8 @@ from ffserve.limits import (
     PREPARED_SAMPLE_SIZE,
     PREPARED_SHARE,
 )
-from ffserve.memfd import MemoryFile, SharedMemory
 from ffserve.server.users.access import Owner
+from ffserve.system.memfd import MemoryFile, SharedMemory
 
 SLABS_AT_ONCE = 4
 """Slabs given back in one step, at 0.3 ms each."""
