@@ -33,6 +33,7 @@ from ffserve.config import ServerConfig, format_size
 from ffserve.dtypes import Floats, Int32s, Int64s
 from ffserve.errors import FFServeError, FormatError, MissingFile, ReadError, UsageError
 from ffserve.formats.base import ChunkedShard, Shard
+from ffserve.limits import ASKED_AT_ONCE, MOST_ORIGINS, MOST_TAG, MOST_URL
 from ffserve.protocol import EVERY
 from ffserve.server.users.access import OWN, Owner, Peer
 from ffserve.store.access import Access, forget_own_settings, quieten_packages, served
@@ -50,15 +51,6 @@ log = logging.getLogger("ffserve")
 GIVE_UP_S = 75.0
 """How long a failing origin is asked again. A client waits 120 s for an answer, and an attempt may
 begin in the last second of this and take 30 s."""
-ASKED_AT_ONCE = 16
-"""Objects of one OPEN that are looked up, or whose tables are read, at the same time."""
-MOST_PLACES = 64
-"""Origins of which one user has objects open at a time; each has threads."""
-MOST_TAG = 1024
-"""Characters of an ETag, or of what an origin has instead."""
-MOST_URL = 8192
-FDS_OF_OBJECT = 3
-"""Descriptors of an object besides that of its shard."""
 
 
 class WantedFile(NamedTuple):
@@ -259,9 +251,9 @@ class RemoteFiles:
         pool = pool_of(owner, one.place)
         with self._lock:
             pools = self._pools.setdefault(owner, Counter())
-            if pool not in pools and len(pools) >= MOST_PLACES:
+            if pool not in pools and len(pools) >= MOST_ORIGINS:
                 raise ReadError(
-                    f"user {owner[0]} has files of {MOST_PLACES} origins open already",
+                    f"user {owner[0]} has files of {MOST_ORIGINS} origins open already",
                     path=shown(one.identity.url),
                     hint="close readers",
                 )

@@ -25,25 +25,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ffserve.errors import ServerUnavailable
+from ffserve.limits import (
+    MOST_ASKED,
+    MOST_CLOSING,
+    MOST_PATHS,
+    MOST_RECEIVED,
+    MOST_UNSENT,
+    MOST_USER_REQUESTS,
+    OTHERS_SHARE,
+)
 
-OTHERS_SHARE = 4
-"""A user may have so many times what no user has."""
-MOST_RECEIVED = 32 << 20
-"""Bytes of incomplete messages of one user; beyond, only small messages are received."""
-MOST_UNSENT = 32 << 20
-"""Bytes of replies that one user has not read; beyond, no message of the user is handled."""
-MOST_CLOSING = 64
-"""Descriptors that came from one user and are being closed; beyond, no message is received."""
-MOST_USER_REQUESTS = 4096
-"""Unanswered GETs and LEASEs of one user; beyond, further ones wait."""
-MOST_ASKED = 1 << 22
-"""Samples in these, and samples that the user has not acknowledged or released."""
-MOST_PATHS = 1 << 19
-"""Paths in the OPENs of one user that are not answered; beyond, further ones wait."""
-MOST_USER_DATASETS = 1 << 16
-"""Data sets that one user has open in all sessions."""
-MOST_ANNOUNCED = 512
-"""Data sets in which the jobs of one user have announced an order."""
 ACTIVE_S = 1.0
 """A user without a request for so long does not count as one who shares the disk."""
 _FEW = 64
