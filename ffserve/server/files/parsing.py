@@ -37,8 +37,9 @@ from ffserve.reads.page_cache import open_cached
 from ffserve.server.files.holding import CatalogTables, DescriptorBudget, OpenSettings
 from ffserve.server.files.remote import RemoteFiles, RemoteShard, WantedFile, blocks_of
 from ffserve.server.files.shards import FileIdentity, OpenShard, PassedFile, Request, ShardKey
-from ffserve.server.users.access import Peer, Rules
+from ffserve.server.users.access import Rules
 from ffserve.server.users.domains import Domain
+from ffserve.server.users.peers import Peer
 from ffserve.store.fetching import OpenObject
 
 JOIN_S = 1.0

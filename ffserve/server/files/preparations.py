@@ -9,7 +9,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
-from ffserve.server.users.access import Owner
+from ffserve.server.users.peers import Owner
 
 LEAST_SAVED_S = 1e-15
 """The least saving per byte. Times are divided by it, and a client may report that preparing took

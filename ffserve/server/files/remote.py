@@ -35,7 +35,7 @@ from ffserve.config import ServerConfig, format_size
 from ffserve.errors import FFServeError, FormatError, MissingFile, ReadError, UsageError
 from ffserve.formats.base import ChunkedShard, Shard
 from ffserve.protocol import EVERY
-from ffserve.server.users.access import OWN, Owner, Peer
+from ffserve.server.users.peers import OWN, Owner, Peer
 from ffserve.store.access import (
     FAMILIES,
     MODULES,

@@ -15,8 +15,8 @@ from ffserve.cache.tables import SMALL_RECORD_SIZE
 from ffserve.formats.base import ChunkedShard
 from ffserve.server.files.preparations import Preparation, Preparations
 from ffserve.server.files.remote import RemoteShard
-from ffserve.server.users.access import Owner, Viewer, viewer_of
 from ffserve.server.users.domains import Domain
+from ffserve.server.users.peers import Owner, Viewer, viewer_of
 from ffserve.shardfile import Contradiction, FileState
 from ffserve.store.access import Access
 from ffserve.store.origin import Identity as RemoteIdentity

@@ -49,7 +49,7 @@ from ffserve.server.sessions.datasets import STEP_COUNT, Dataset, OrderReceiver,
 from ffserve.server.sessions.outbox import MemoryMessage
 from ffserve.server.sessions.state import LARGEST_COUNT, Job, ServerState
 from ffserve.server.status.report import arena_facts, status
-from ffserve.server.users.access import Peer
+from ffserve.server.users.peers import Peer
 from ffserve.server.users.shares import MOST_USER_DATASETS, Bound, User
 from ffserve.store.access import Access, served
 from ffserve.store.origin import Identity as RemoteIdentity

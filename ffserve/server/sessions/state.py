@@ -52,8 +52,9 @@ from ffserve.server.reading.io import Engines
 from ffserve.server.reading.scheduler import Scheduler
 from ffserve.server.reading.statistics import Rates, Statistics
 from ffserve.server.reading.waiting import JobReads, JobTime, Use
-from ffserve.server.users.access import Peer, Rules, Viewer, namespace_marks
+from ffserve.server.users.access import Rules
 from ffserve.server.users.domains import Domains
+from ffserve.server.users.peers import Peer, Viewer, namespace_marks
 from ffserve.server.users.shares import Users
 
 LARGEST_COUNT = (1 << 63) - 1

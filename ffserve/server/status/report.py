@@ -14,7 +14,7 @@ from ffserve.server.files.remote import store_facts
 from ffserve.server.files.shards import OpenShard
 from ffserve.server.life.log import NOBODY, latest
 from ffserve.server.sessions.state import LARGEST_COUNT, Job, ServerState
-from ffserve.server.users.access import Peer, Viewer, viewer_of
+from ffserve.server.users.peers import Peer, Viewer, viewer_of
 
 MOST_ROWS = 1000
 """Rows in each list, so that a REPORT fits into a frame whatever clients open."""

@@ -11,7 +11,7 @@ up, and a user who asks for little is served at once however much others ask for
 one waits, and no other user notices. What cannot wait (sessions, leases, announced orders) has a
 limit that falls as others take: a user may have OTHERS_SHARE times what is left (dynamic
 thresholds: Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998). So one user alone
-gets four fifths, and a newcomer always finds something. Administrators (`access.Peer`), who could
+gets four fifths, and a newcomer always finds something. Administrators (`peers.Peer`), who could
 stop the daemon anyway, have the limit of all users together instead.
 
 No socket and no clock: `now` is monotonic time in seconds.
@@ -92,7 +92,7 @@ class User:
 
     Args:
         uid: of its processes.
-        trusted: an administrator; see `access.Peer`.
+        trusted: an administrator; see `peers.Peer`.
     """
 
     uid: int = 0
