@@ -25,9 +25,10 @@ from ffserve.client import connection as connections
 from ffserve.client.announced import AnnouncedOrders, Order, check_count, check_order
 from ffserve.client.failover import OpenRequest, SourceSelector, closed_error
 from ffserve.client.local import LocalSource
-from ffserve.client.source import Batch, Bytes, Int64s, Leased, Source, cut
+from ffserve.client.source import Batch, Leased, Source, cut
 from ffserve.client.stream import RecordStream
 from ffserve.dataset import PathLike, ShardInfo, as_int64, check_range, expand_paths
+from ffserve.dtypes import Bytes, Int64s
 from ffserve.errors import (
     ArenaError,
     FFServeError,

@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import formats, index_file
-from ffserve.engine.opening import Int64s, read_pieces, stat_fds
+from ffserve.dtypes import Int64s
+from ffserve.engine.opening import read_pieces, stat_fds
 from ffserve.errors import FFServeError, FormatError
 from ffserve.formats.base import (
     HEAD_SIZE,

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "ffserve"
 
 LAYERS = {
     # descriptions of data, without I/O
-    "errors machine protocol order parallel socket_path": "",
+    "errors dtypes machine protocol order parallel socket_path": "",
     "mixture packing": "order",
     "config": "machine socket_path",
     "engine": "",
@@ -49,25 +49,25 @@ LAYERS = {
     "spark": "arrow",
     "ray": "formats arrow reader",
     "testing": "engine formats reads",
-    "tensorflow grain hf": "formats dataset writer client reader compat example",
+    "tensorflow grain hf": "formats dataset writer reader compat example",
     "fileio package recordio utils": "compat",
     # files for programs
     "view": "engine dataset files server client compat reader store",
     # the command line
     "examples": "torch example spark ray ffserve",
-    "bench": "order engine formats output client ffserve",
+    "bench": "engine formats output client ffserve",
     "doctor": "machine socket_path config engine formats dataset files memfd server client",
     "cli": "order socket_path config formats dataset files shardfile cache server client reader "
     "compat convert inputs bench doctor store view ffserve",
     "__main__": "cli",
 }
 """What each folder and each top-level module may import, from the lowest layer up. All may import
-errors; "ffserve" is the package itself, which offers the names of the upper layers."""
+errors and dtypes; "ffserve" is the package itself, which offers the names of the upper layers."""
 
 LAZY: dict[tuple[str, str], str] = {}
 """Imports inside functions that would close a circle, and why."""
 
-PURE = {"formats", "protocol", "dataset", "order", "mixture", "packing", "cache"}
+PURE = {"dtypes", "formats", "protocol", "dataset", "order", "mixture", "packing", "cache"}
 """They can be simulated: no socket, event loop, thread, foreign function or clock of their own."""
 IMPURE = {"asyncio", "cffi", "concurrent", "ctypes", "datetime", "multiprocessing", "select"}
 IMPURE |= {"selectors", "socket", "subprocess", "_thread", "threading", "time", "uvloop"}
@@ -114,7 +114,7 @@ def test_modules_import_only_from_the_layers_below() -> None:
         if module == "ffserve":  # it imports its names when they are first used
             allowed[folder] = []
         for other in others & set(MODULES):
-            if folder_of(other) in (folder, "errors"):
+            if folder_of(other) in (folder, "errors", "dtypes"):
                 continue
             used.add((folder, folder_of(other)))
             if folder_of(other) not in allowed[folder]:

@@ -31,7 +31,7 @@ from typing import Protocol
 from ffserve.cache.cache import Cache
 from ffserve.cache.inventory import Inventory
 from ffserve.cache.tables import Directory, ShardTable
-from ffserve.engine.opening import Int32s, Int64s
+from ffserve.dtypes import Int32s, Int64s
 from ffserve.protocol import MOST_FILES
 from ffserve.server.files.remote import FDS_OF_OBJECT, RemoteFiles, RemoteShard
 from ffserve.server.files.shards import Alias, OpenShard, ShardKey

@@ -21,15 +21,9 @@ from typing import TypeAlias
 
 import numpy as np
 
+from ffserve.dtypes import Int32s, Int64s
 from ffserve.engine.io import open_direct_all
-from ffserve.engine.opening import (
-    Int32s,
-    Int64s,
-    States,
-    clear_flags,
-    close_fds,
-    stat_fds,
-)
+from ffserve.engine.opening import States, clear_flags, close_fds, stat_fds
 from ffserve.errors import FFServeError, ReadError
 from ffserve.files import os_error
 from ffserve.reads.opening import How, OpenFiles, Tables, enter, read_single, read_together

@@ -15,7 +15,6 @@ each place, so users share the network equally, and one whose origin hangs holds
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import logging
 import os
 import secrets
@@ -29,33 +28,24 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ffserve.config import ServerConfig, format_size
+from ffserve.dtypes import Floats, Int32s, Int64s
 from ffserve.errors import FFServeError, FormatError, MissingFile, ReadError, UsageError
 from ffserve.formats.base import ChunkedShard, Shard
 from ffserve.protocol import EVERY
 from ffserve.server.users.peers import OWN, Owner, Peer
-from ffserve.store.access import (
-    FAMILIES,
-    MODULES,
-    Access,
-    forget_own_settings,
-    quieten_packages,
-    served,
-)
+from ffserve.store.access import Access, forget_own_settings, quieten_packages, served
 from ffserve.store.blocks import StoredObject
 from ffserve.store.directory import Store, name_of, usual_limit
 from ffserve.store.fetching import Fetcher, OpenObject
 from ffserve.store.opening import parsed
 from ffserve.store.origin import Identity, changed, identify
+from ffserve.store.schemes import travelling
 from ffserve.store.urls import shown
 
 log = logging.getLogger("ffserve")
 
-Int64s = NDArray[np.int64]
-Int32s = NDArray[np.int32]
-Floats = NDArray[np.float64]
 
 GIVE_UP_S = 75.0
 """How long a failing origin is asked again. A client waits 120 s for an answer, and an attempt may
@@ -124,8 +114,7 @@ class RemoteFiles:
         """Whether it reads for its own user alone, with what that user's processes have."""
         self.directory = config.store_directory
         self.fetcher = Fetcher(lambda: self._made_store(_limit(config)), GIVE_UP_S)
-        there = {family for family, module in MODULES.items() if _is_installed(module)}
-        self.protocols = sorted(name for name, family in FAMILIES.items() if family in there)
+        self.protocols = travelling(installed=True)
         """What WELCOME offers."""
         self._common = frozenset(config.store_common)
         quieten_packages()
@@ -366,16 +355,9 @@ def identity_from(
         raise ReadError(
             "the daemon does not fetch this URL",
             path=shown(url),
-            hint=f"it fetches {', '.join(name + '://' for name in sorted(FAMILIES))}",
+            hint=f"it fetches {', '.join(name + '://' for name in travelling())}",
         )
     return Identity(url, size, tag, modified)
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package above it
-        return False
 
 
 def store_fault(config: ServerConfig) -> FFServeError | None:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.cache.tables import Directory
+from ffserve.dtypes import Int64s
 from ffserve.protocol import ELSEWHERE, MOST_CLAIMED, READABLE, UNSHARED, YOURS
 
 CLAIM_S = 30.0
@@ -33,7 +34,6 @@ LEAST_WAITING = 64
 MOST_WAITING = 64
 """CLAIMs of one data set of a session that wait."""
 
-Int64s: TypeAlias = NDArray[np.int64]
 States: TypeAlias = NDArray[np.uint8]
 
 

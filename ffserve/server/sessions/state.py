@@ -21,12 +21,13 @@ import numpy as np
 from ffserve import __version__, protocol
 from ffserve.cache.adoption import Adopted, adopt
 from ffserve.cache.arena import Arena
-from ffserve.cache.cache import Cache, Int64s
+from ffserve.cache.cache import Cache
 from ffserve.cache.inventory import Inventory
 from ffserve.cache.jobs import JobProgress
 from ffserve.cache.next_use import SMALLEST_LIMIT, NextUse
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.config import ServerConfig, format_size
+from ffserve.dtypes import Int64s
 from ffserve.engine.shm import retract
 from ffserve.errors import (
     AccessDenied,

@@ -25,13 +25,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ffserve.config import USER_FILE_SYSTEMS, CommonName
+from ffserve.dtypes import Bools, Int32s, Int64s
 from ffserve.engine.opening import (
     KIND_BITS,
-    Int32s,
-    Int64s,
     States,
     flags_and_types,
     have_acls,
@@ -41,8 +39,6 @@ from ffserve.engine.opening import (
 from ffserve.errors import AccessDenied
 from ffserve.files import os_error
 from ffserve.server.users.peers import Owner, Peer
-
-Bools = NDArray[np.bool_]
 
 log = logging.getLogger("ffserve")
 
