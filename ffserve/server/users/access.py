@@ -1,10 +1,10 @@
 """Access: which descriptors the daemon takes, and which files everybody may read.
 
 A client proves that it may read a file by passing a descriptor that it opened itself: the kernel
-has decided then, with all groups, ACLs and namespaces of the client. The daemon opens no path of a
-client. It takes a descriptor only if nothing but its sender can suffer from it: a regular file,
-opened for reading and not for writing, on a file system that no ordinary user can make hang. What
-the daemon knows of the file (identity, size) comes from the descriptor, never from a message.
+has then decided, with all groups, ACLs and namespaces of the client. The daemon opens no path of a
+client. It takes only descriptors that can harm nobody but their sender: of a regular file that was
+opened for reading and not for writing, on a file system that no ordinary user can make hang. The
+daemon learns identity and size of a file from the descriptor, never from a message.
 
 A file system can hang in any call on its files, fstat(2) and close(2) included. So nothing here
 runs in the thread of the event loop.
@@ -78,14 +78,14 @@ FILE_SYSTEMS = {
     "afs": 0x5346414F,
     "9p": 0x01021997,
 }
-"""Served: disks, and network file systems, which only an administrator can mount. By the f_type of
-statfs(2); see linux/magic.h. Not served are file systems that ordinary users can mount and make
-hang (FUSE; in a user namespace an overlay over FUSE), unless the administrator says so, and those
-whose files are no data (proc, sysfs)."""
+"""The daemon serves files on disks, and on network file systems, which only an administrator can
+mount; by the f_type of statfs(2), see linux/magic.h. It does not serve file systems that ordinary
+users can mount and make hang (FUSE; in a user namespace an overlay over FUSE), unless the
+administrator allows them, nor those whose files are no data (proc, sysfs)."""
 
 DECIDED_ELSEWHERE = ("afs", "cifs", "smb2")
-"""File systems whose servers decide who may read, whatever the permission bits say: their files are
-never common by these bits."""
+"""The servers of these file systems decide who may read, whatever the permission bits say. So the
+bits never make their files common."""
 
 
 @dataclass(slots=True)
@@ -104,7 +104,7 @@ DomainsOf: TypeAlias = "Callable[[CheckedFiles], list[Owner | None]]"
 
 
 class Rules:
-    """What the administrator allows.
+    """The rules of the administrator: which files are served, and which are common.
 
     Args:
         roots: directories; the files below them are served.
@@ -123,7 +123,7 @@ class Rules:
         """Check descriptors that a peer passed.
 
         Args: paths: the peer's names for the files, for errors.
-        Raises: AccessDenied; ReadError: the file system fails.
+        Raises: AccessDenied: a descriptor is not taken. ReadError: the file system fails.
         """
         flags, types, error = flags_and_types(fds)
         for k in np.flatnonzero(flags & (os.O_PATH | os.O_ACCMODE) != os.O_RDONLY)[:1].tolist():
@@ -136,7 +136,7 @@ class Rules:
         if error is not None:
             raise os_error(error, paths[len(types)])
         if not peer.is_self:
-            # Before anything else is asked of them: their file system may never answer.
+            # This comes before any other call on the files: their file system may never answer.
             for k in np.flatnonzero(~np.isin(types, self._served)).tolist():
                 self._check_mount(int(fds[k]), int(types[k]), paths[k])
         states, error = stat_fds(fds)
@@ -151,8 +151,8 @@ class Rules:
 
     @contextlib.contextmanager
     def domains(self, peer: Peer) -> Iterator[DomainsOf]:
-        """Return a function that tells to which domains the files of a peer belong. It looks files
-        up by the names that the peer gives them, and opens none that is not theirs."""
+        """Return a function that returns the owners of the domains of a peer's files. It looks up
+        the names that the peer gives, and opens no other file that it finds by them."""
         with contextlib.ExitStack() as held:
             if self._common == "user":
                 are_common = _own_user_may_read
@@ -170,8 +170,8 @@ class Rules:
             yield domains_of
 
     def _check_mount(self, fd: int, kind: int, asked: str) -> None:
-        """Refuse a file system that is not served, unless it is an overlay among the daemon's own
-        mounts, where only an administrator mounts one."""
+        """Refuse a file system that is not served. An overlay is served if it is among the daemon's
+        own mounts, which only an administrator can make."""
         if kind == USER_FILE_SYSTEMS["overlay"] and os.fstat(fd).st_dev in _own_overlays():
             return
         known = {**FILE_SYSTEMS, **USER_FILE_SYSTEMS}
@@ -193,7 +193,7 @@ class Rules:
 
 
 def check_memory(fds: list[int]) -> None:
-    """Check that a client passed one descriptor, of a memory file: reads of any other could hang.
+    """Check that a client passed one descriptor, of a memory file. Reads of other files could hang.
 
     Raises: AccessDenied.
     """
@@ -205,17 +205,17 @@ def check_memory(fds: list[int]) -> None:
         readable = False
     if not readable:
         raise AccessDenied(
-            "prepared samples do not come through a memory file",
-            hint="a client passes one descriptor, of memfd_create(2)",
+            "the client did not pass a memory file for its prepared samples",
+            hint="a client passes one descriptor, made by memfd_create(2)",
         )
 
 
 @functools.cache
 def _say_unknown() -> None:
     log.warning(
-        "the daemon does not see in which container its clients are (it has a PID or user "
-        "namespace of its own): samples of files that not everybody may read, or that it does not "
-        "find by their names, are kept apart for each process of a job"
+        "the daemon does not see in which container its clients are, since it has its own PID or "
+        "user namespace: it keeps the samples of files that not everybody may read, or that it "
+        "does not find by their names, apart for each process of a job"
     )
 
 
@@ -231,8 +231,8 @@ def _none_is(files: CheckedFiles) -> Bools:
 
 
 def _is_name(path: str) -> bool:
-    """Whether the kernel accepts a path of this length; to resolve a longer one would take very
-    long."""
+    """Whether the kernel accepts a path of this length. To resolve a longer one would take a long
+    time."""
     return len(path) * 4 < _PATH_MAX or len(os.fsencode(path)) < _PATH_MAX
 
 
@@ -250,7 +250,7 @@ def _numbers(states: States) -> tuple[list[int], list[int]]:
 
 def _own_user_opens(path: str, device: int, inode: int) -> bool:
     with contextlib.suppress(OSError, ValueError):
-        # Before the file is opened: to open a pipe or a device may do something.
+        # The file is looked at before it is opened: to open a pipe or a device can have effects.
         own = os.open(path, os.O_PATH | os.O_CLOEXEC)
         try:
             found = os.fstat(own)
@@ -264,9 +264,11 @@ def _own_user_opens(path: str, device: int, inode: int) -> bool:
 
 
 def everybody_may_read(paths: list[str], fds: Int32s) -> Bools:
-    """Return which open files are those of their names, and all users may read them by those.
+    """Return which open files all users may open by these paths.
 
-    Raises: OSError: of the first file about which nothing can be learned.
+    A file whose path leads to another file by now is not one of them.
+
+    Raises: OSError: the state of a file cannot be read.
     """
     _, types, error = flags_and_types(fds)
     states, other = stat_fds(fds)
@@ -277,10 +279,11 @@ def everybody_may_read(paths: list[str], fds: Int32s) -> Bools:
 
 
 class _Directories:
-    """Which files everybody may read, by the permissions of file and directories.
+    """Finds out which files everybody may read, by the permissions of files and directories.
 
-    Names are followed from directory to directory by descriptors, so that nobody can exchange what
-    was checked. The last directory is kept: files that are opened together mostly lie together.
+    It follows a path from directory to directory by descriptors, so that nobody can exchange a
+    directory that was checked. It keeps the last directory open: files that are opened together
+    mostly lie in one directory.
     """
 
     def __init__(self) -> None:
@@ -293,7 +296,7 @@ class _Directories:
         self._leave()
 
     def everybody_may_read(self, files: CheckedFiles) -> Bools:
-        """Return which are the files of their names, and all users may read them by those."""
+        """Return which of the files all users may open by their paths."""
         may: Bools = (files.states["mode"] & 0o444 == 0o444) & _bits_decide(files.types)
         may[may] = ~have_acls(files.fds[may])
         by_directory: defaultdict[str, list[int]] = defaultdict(list)
@@ -309,7 +312,7 @@ class _Directories:
         return may
 
     def _are_public(self, directory: str, paths: list[str], states: States) -> Bools:
-        """Return whether everybody finds files by their names, all in one directory."""
+        """Return which files everybody finds by their names, all in one directory."""
         public, names = np.zeros(len(paths), np.bool_), [os.path.basename(path) for path in paths]
         others: list[int] = []
         with contextlib.suppress(OSError, ValueError):
@@ -317,7 +320,7 @@ class _Directories:
             while fd is not None and done < len(paths):
                 found, _ = stat_names(fd, names[done:])
                 mine = states[done : done + len(found)]
-                # While it is open, its number belongs to no other file.
+                # While a file is open, its inode number belongs to no other file.
                 same = (found["device"] == mine["device"]) & (found["inode"] == mine["inode"])
                 public[done : done + len(found)] = same
                 links = np.flatnonzero(found["mode"] & KIND_BITS == stat.S_IFLNK)
@@ -339,12 +342,12 @@ class _Directories:
         return False
 
     def _look_up(self, directory: str, name: str) -> os.stat_result | None:
-        """Return what a name in a directory is; None if not everybody may search the directory."""
+        """Return the status of a name in a directory; None if not everybody may search it."""
         fd = self._open(directory)
         return None if fd is None else os.stat(name, dir_fd=fd, follow_symlinks=False)
 
     def _open(self, directory: str) -> int | None:
-        """Return a directory that everybody may search; None: not everybody may."""
+        """Return a descriptor of a directory; None if not everybody may search it."""
         if directory != self._last[0]:
             self._leave()
             self._last = directory, _open_public(directory)
@@ -357,8 +360,8 @@ class _Directories:
 
 
 def _resolved(path: str) -> str:
-    """Return a path without symbolic links. The kernel follows 40 of them, `os.path.realpath` as
-    many as a user makes."""
+    """Return a path without symbolic links. The kernel follows at most 40 of them;
+    `os.path.realpath` would follow as many as a user has made."""
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         return os.readlink(f"/proc/self/fd/{fd}")
@@ -367,14 +370,14 @@ def _resolved(path: str) -> str:
 
 
 def _bits_decide(types: Int64s) -> Bools:
-    """Return whether permission bits tell who may read, by types of file systems."""
+    """Return for which types of file systems permission bits decide who may read."""
     elsewhere = [FILE_SYSTEMS[name] for name in DECIDED_ELSEWHERE]
     found: Bools = np.isin(types, elsewhere, invert=True)
     return found
 
 
 def _open_public(directory: str) -> int | None:
-    """Open a directory that everybody may search, as all above it; None: it is not."""
+    """Open a directory if everybody may search it and all above it; else return None."""
     fd = os.open("/", os.O_PATH | os.O_CLOEXEC)
     for name in directory.split("/"):
         flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -393,7 +396,7 @@ def _open_public(directory: str) -> int | None:
 
 
 def _everybody_may_search(directory: int) -> bool:
-    # A descriptor with O_PATH has no attributes by itself.
+    # Extended attributes cannot be read from a descriptor with O_PATH.
     searchable = os.fstat(directory).st_mode & 0o111 == 0o111
     return searchable and not _has_acl(f"/proc/self/fd/{directory}")
 

@@ -29,16 +29,16 @@ from ffserve.server.users.peers import Owner
 from ffserve.server.users.shares import OTHERS_SHARE
 
 MOST_DOMAINS = 256
-"""Each has three descriptors."""
+"""So many domains can exist. Each has three descriptors."""
 SLABS_AT_ONCE = 4
-"""Slabs given back in one step, at 0.3 ms each."""
+"""One step gives back so many slabs, which takes 0.3 ms each."""
 PREPARED_SHARE, LEAST_TABLES = 4, 1 << 30
-"""Prepared samples need no file, but tables. These take at most 1 part in PREPARED_SHARE of the
-arena's size, or LEAST_TABLES, if each sample takes"""
+"""Prepared samples have no file, but rows in the tables. These rows take at most one part in
+PREPARED_SHARE of the arena's size, or LEAST_TABLES bytes if that is more."""
 TABLES_SIZE = 32
-"""bytes."""
+"""A prepared sample counts as so many bytes of tables."""
 MOST_OF_ONE_USER = 64
-"""A user can have any number of namespaces."""
+"""One user can have so many domains, since a user can make any number of namespaces."""
 
 
 @dataclass(slots=True, eq=False)

@@ -1,6 +1,7 @@
 """Peers: who is at the other end of a connection, as the kernel reports it.
 
-Users, their mount namespaces, and whose proofs count for whom.
+A peer is a user in a mount namespace. What one session has proven (that it may read a file) counts
+for the other sessions of the same peer.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ _SO_PEERPIDFD = 77
 _UCRED = struct.Struct("=iII")
 
 Owner: TypeAlias = tuple[int, int]
-"""User and namespace: who shares a proof; see `Peer`."""
+"""User and namespace. Sessions of one owner share proofs; see `Peer`."""
 
 OWN, HOST = 0, 1
 """The namespaces that last as long as the daemon: its own, and that of process 1."""
 
 Viewer: TypeAlias = int | Owner
-"""Who sees which files and jobs in STATUS."""
+"""STATUS shows a viewer its own files and jobs."""
 
 _unknown = itertools.count(-1, -1)
 
@@ -54,7 +55,7 @@ class Peer:
 
     @property
     def viewer(self) -> Viewer:
-        """As who it is told of files and jobs."""
+        """As which viewer it gets STATUS."""
         return viewer_of(self.owner)
 
     @property
@@ -82,8 +83,8 @@ class Credentials(NamedTuple):
 
 
 def viewer_of(owner: Owner) -> Viewer:
-    """Return as who an owner is told of files and jobs: as the user, in all namespaces, unless that
-    number stands for somebody else elsewhere."""
+    """Return as which viewer an owner gets STATUS: as the user, in all namespaces, unless the
+    number of the user stands for another one elsewhere."""
     uid, namespace = owner
     elsewhere = is_administrator(uid) and namespace not in (OWN, HOST)
     return owner if elsewhere or uid == _ambiguous_uid() else uid
@@ -106,10 +107,9 @@ class _Namespace:
 class Namespaces:
     """The mount namespaces of clients.
 
-    Everybody may tell them apart by the numbers of their mounts. But the kernel gives free numbers
-    to others, so a container would be taken for one that has ended, and get its samples. So each
-    namespace has a number here that is never used again, and is kept alive while one of its clients
-    is connected.
+    The numbers of their mounts tell them apart. But the kernel uses a number again when it is free,
+    so a container could be taken for one that has ended, and get its samples. So each namespace has
+    a number here that is never used again, and is kept alive while one of its clients is connected.
     """
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class Namespaces:
         first = _first_mount(fd)
         held = None if first is None else self._by_mount.get(first)
         if held is not None and _first_mount(held.mounts) != first:
-            held = None  # that mount has gone from it
+            held = None  # that mount was removed from the namespace
         if first is None or held is not None or first in (_mount_of("self"), _mount_of("1")):
             os.close(fd)
         if first is None:
@@ -152,7 +152,7 @@ class Namespaces:
         return held.number
 
     def release(self, number: int) -> bool:
-        """A client has gone; return whether nobody of this namespace will ever come again."""
+        """Note that a client has gone; return whether no client of its namespace can come again."""
         held = self._by_number.get(number)
         if held is None:
             return False
@@ -182,8 +182,8 @@ def _read(path: str) -> bytes:
 def _first_mount(mounts: int) -> int | None:
     """Return the number of the first mount in an open table of mounts; None: it has none.
 
-    It belongs to one namespace only. Everybody may read it, whereas /proc/PID/ns/mnt is for those
-    who may trace the process.
+    It belongs to one namespace only. Everybody may read it, but /proc/PID/ns/mnt only users who may
+    trace the process.
     """
     with contextlib.suppress(OSError, IndexError, ValueError):
         return int(os.pread(mounts, 64, 0).split(maxsplit=1)[0])
@@ -211,8 +211,8 @@ def _mount_of(process: str) -> int | None:
 
 
 def namespace_marks() -> tuple[int, int]:
-    """Return what tells whether OWN and HOST are the same namespaces as those of another process,
-    as long as these last; -1: unknown."""
+    """Return numbers that are equal to another process's while OWN and HOST are the same namespaces
+    for both; -1: unknown."""
     own, host = _mount_of("self"), _mount_of("1")
     return -1 if own is None else own, -1 if host is None else host
 

@@ -27,25 +27,28 @@ from typing import Any
 from ffserve.errors import ServerUnavailable
 
 OTHERS_SHARE = 4
-"""A user may have so many times what no user has."""
+"""A user may have so many times as much as is left."""
 MOST_RECEIVED = 32 << 20
-"""Bytes of incomplete messages of one user; beyond, only small messages are received."""
+"""The incomplete messages of one user have at most so many bytes. Beyond, the daemon receives only
+small messages of that user."""
 MOST_UNSENT = 32 << 20
-"""Bytes of replies that one user has not read; beyond, no message of the user is handled."""
+"""One user may leave so many bytes of replies unread. Beyond, the daemon handles no message of that
+user."""
 MOST_CLOSING = 64
-"""Descriptors that came from one user and are being closed; beyond, no message is received."""
+"""So many descriptors of one user may wait to be closed. Beyond, the daemon receives no message of
+that user."""
 MOST_USER_REQUESTS = 4096
-"""Unanswered GETs and LEASEs of one user; beyond, further ones wait."""
+"""One user may have so many unanswered GETs and LEASEs. Further ones wait."""
 MOST_ASKED = 1 << 22
-"""Samples in these, and samples that the user has not acknowledged or released."""
+"""One user may have so many samples in unanswered requests, or not acknowledged or released yet."""
 MOST_PATHS = 1 << 19
-"""Paths in the OPENs of one user that are not answered; beyond, further ones wait."""
+"""The unanswered OPENs of one user may have so many paths. Further OPENs wait."""
 MOST_USER_DATASETS = 1 << 16
-"""Data sets that one user has open in all sessions."""
+"""One user may have so many data sets open in all sessions."""
 MOST_ANNOUNCED = 512
-"""Data sets in which the jobs of one user have announced an order."""
+"""The jobs of one user may have announced an order in so many data sets."""
 ACTIVE_S = 1.0
-"""A user without a request for so long does not count as one who shares the disk."""
+"""A user who has sent no request for so long does not count as one who shares the disk."""
 _FEW = 64
 
 
@@ -133,7 +136,7 @@ class User:
 
 
 class FairShare:
-    """Chooses the user that has used least; see the module's text."""
+    """Chooses the user whose turn is next: the one that has used least of late."""
 
     def __init__(self) -> None:
         self._used: dict[User, float] = {}
