@@ -27,7 +27,7 @@ from ffserve.server.files.shards import (
     prepared_shard,
     row_of,
 )
-from ffserve.server.users.access import Owner
+from ffserve.server.users.peers import Owner
 
 
 class ShardEntries:

@@ -44,8 +44,8 @@ from ffserve.server.files.shards import (
     Request,
     ShardKey,
 )
-from ffserve.server.users.access import Peer, viewer_of
 from ffserve.server.users.domains import Domain
+from ffserve.server.users.peers import Peer, viewer_of
 from ffserve.server.users.threads import in_thread
 
 REMOTE_COUNT = 64
