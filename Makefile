@@ -130,7 +130,7 @@ install:
 	@[ "$$(id -u)" = 0 ] || { echo "make install: only root may do this; use sudo" >&2; exit 2; }
 	@[ -x $(prefix)/bin/python ] || $(python3) -m venv $(prefix)
 	@copy=$$(mktemp -d) && trap 'rm -rf "$$copy"' EXIT && umask 022 && \
-	    cp -R README.md docs ffserve pyproject.toml "$$copy" && \
+	    cp -R README.md docs ffserve pyproject.toml systemd "$$copy" && \
 	    $(prefix)/bin/python -m pip install --quiet --disable-pip-version-check "$$copy[metrics]"
 	@$(prefix)/bin/ffserve install-service
 

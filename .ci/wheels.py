@@ -223,6 +223,7 @@ def tree(place: Path) -> Path:
         copy / "ffserve",
         ignore=shutil.ignore_patterns("*.so", "*.o", "__pycache__"),
     )
+    shutil.copytree(ROOT / "systemd", copy / "systemd")
     (copy / "docs").mkdir()
     shutil.copy(ROOT / "docs/LICENSE", copy / "docs")
     return copy

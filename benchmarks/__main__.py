@@ -15,11 +15,12 @@ from typing import Any
 import click
 
 from benchmarks import picture, readme, rows
+from benchmarks.harness import cgroup, report
+from benchmarks.harness.installation import Installation
+from benchmarks.harness.kinds import installed_peers
+from benchmarks.harness.measuring import Bench, Group, chosen, measure, measure_both
 from ffserve import cli
-from ffserve.bench import cgroup, contestants, processes, report
-from ffserve.bench.harness import Bench, Group, chosen, measure, measure_both
-from ffserve.bench.processes import Installation
-from ffserve.bench.rows import installed_peers
+from ffserve.bench import ceilings, machine, processes
 from ffserve.cli.terminal import print_table
 from ffserve.config import ENGINES
 from ffserve.errors import FFServeError, UsageError
@@ -129,13 +130,13 @@ def _print(table: report.Table) -> None:
 
 
 def _machine(options: argparse.Namespace) -> dict[str, Any]:
-    facts = report.machine(str(options.folder))
+    facts = machine.machine(str(options.folder))
     if options.disk_limit:
         megabytes, reads = options.disk_limit
         facts["disk_limit"] = f"{megabytes} MB/s, {reads:,} reads a second"
     if options.warm_disk:
         facts["disk"] += ", read once before"
-    print(report.describe_machine(facts), flush=True)
+    print(machine.describe_machine(facts), flush=True)
     return facts
 
 
@@ -173,8 +174,8 @@ def _measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     deadline = time.monotonic() + 60 * options.minutes
     options.folder.mkdir(parents=True, exist_ok=True)
     peers, notes = ([], []) if options.no_peers else installed_peers()
-    if not contestants.has_fio():
-        notes.append(f"{contestants.FIO_MISSING}: rows about the disk are not judged")
+    if not ceilings.has_fio():
+        notes.append(f"{ceilings.FIO_MISSING}: rows about the disk are not judged")
     measured: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
     place = str(options.folder), options.seconds, options.engine

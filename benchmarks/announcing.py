@@ -18,9 +18,10 @@ import numpy as np
 
 import ffserve
 from benchmarks.closed_loop import wait_for, write_data
+from benchmarks.harness import measuring
 from benchmarks.rows import make_many, many_samples
-from ffserve.bench import harness, processes
-from ffserve.bench.contestants import Case, Delivered
+from ffserve.bench import processes
+from ffserve.bench.ceilings import Case, Delivered
 
 JOBS = 4
 HOT, COLD, SIZE = 256, 12_000, 31_000
@@ -111,7 +112,7 @@ def _round(
         common = {"seed": 0, "warm": 1, "seconds": 1e9, "stop": stop, "ended": ended}
         observers = [
             stack.enter_context(
-                harness.contestant(
+                measuring.contestant(
                     {**common, "function": "benchmarks.announcing:observer", "clients": 1,
                      "path": each, "hot": name == "hot", "server": daemon.socket}
                 )
@@ -119,7 +120,7 @@ def _round(
             for name, each in paths.items()
         ]  # fmt: skip
         jobs = stack.enter_context(
-            harness.contestant(
+            measuring.contestant(
                 {**common, "function": "benchmarks.announcing:announcer", "clients": JOBS,
                  "path": path, "server": daemon.socket if with_daemon else "off"}
             )

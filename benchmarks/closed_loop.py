@@ -22,8 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import ffserve
-from ffserve.bench import cgroup, harness, processes
-from ffserve.bench.contestants import Case, Delivered
+from benchmarks.harness import cgroup, measuring
+from ffserve.bench import processes, samples
+from ffserve.bench.ceilings import Case, Delivered
 from ffserve.errors import FFServeError
 
 TIMEOUT_S = 60.0
@@ -178,7 +179,7 @@ def watch(
             "board": board_path, "server": server.socket if server else "off",
             "warm": 1, "seconds": 1e9,
         }  # fmt: skip
-        running = stack.enter_context(harness.contestant(case, before_exec=join_jobs))
+        running = stack.enter_context(measuring.contestant(case, before_exec=join_jobs))
         pids = [*running.pids, *([server.process.pid] if server else [])]
 
         def look() -> dict[str, Any]:
@@ -246,5 +247,5 @@ def write_data(folder: Path, count: int, size: int, name: str = "") -> str:
         with ffserve.create(path, n=count) as writer:
             for _ in range(count):
                 writer.write(content)
-    harness.evict([str(path)])
+    samples.evict([str(path)])
     return str(path)

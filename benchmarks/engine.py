@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 import ffserve
-from ffserve.bench.contestants import Case, Delivered
-from ffserve.bench.harness import MIB, Bench, BenchmarkData, Contestant, Group, Row, ratio
-from ffserve.bench.rows import disk
+from benchmarks.harness.kinds import disk
+from benchmarks.harness.measuring import Bench, Contestant, Group, Row, ratio
+from ffserve.bench.ceilings import Case, Delivered
+from ffserve.bench.samples import MIB, BenchmarkData
 from ffserve.engine import io
 from ffserve.engine.codec import CRC_32, CRC_NONE
 from ffserve.engine.shm import ENTRY_DTYPE, retract

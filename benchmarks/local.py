@@ -20,14 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 import ffserve
-from ffserve.bench import cgroup, harness
-from ffserve.bench.contestants import Case, Delivered, delivering
+from benchmarks.harness import cgroup, measuring
+from ffserve.bench import samples
+from ffserve.bench.ceilings import Case, Delivered, delivering
 
 KIB = 1024
 HERE = "benchmarks.local"
 FORKED = 4
 WORKERS = 2
-HALF_BESIDE = 80 * harness.MIB
+HALF_BESIDE = 80 * samples.MIB
 """Memory of a process beside its page cache, where half of the data fit."""
 TIMES = {4 * KIB: 1.4, 100 * KIB: 2.5}
 """Goals with all of the data in memory."""
@@ -185,9 +186,9 @@ class Local:
 
     def __init__(
         self,
-        bench: harness.Bench,
-        data: harness.BenchmarkData,
-        small: harness.BenchmarkData,
+        bench: measuring.Bench,
+        data: samples.BenchmarkData,
+        small: samples.BenchmarkData,
         note: Note,
     ) -> None:
         self._bench = bench
@@ -197,7 +198,7 @@ class Local:
         installed = importlib.util.find_spec("ffrecord") is not None
         self._original = "ffrecord" if installed else "stand-in"
 
-    def groups(self, cold: harness.BenchmarkData) -> list[harness.Group]:
+    def groups(self, cold: samples.BenchmarkData) -> list[measuring.Group]:
         """Return all groups. Args: cold: more samples of the same size, for reading from disk."""
         return [
             self._hot(),
@@ -212,13 +213,13 @@ class Local:
         self,
         name: str,
         title: str,
-        run: Callable[[str], harness.Result],
+        run: Callable[[str], measuring.Result],
         *,
         against: str,
         limit: float | None,
-        data: harness.BenchmarkData,
+        data: samples.BenchmarkData,
         batch: int = 64,
-    ) -> harness.Group:
+    ) -> measuring.Group:
         """Return a group of one row: ffserve against the original or a loop of preadv."""
         substitute = against == "stand-in"
         yardstick = {
@@ -227,16 +228,16 @@ class Local:
             "preadv": "a loop of preadv",
         }[against]
         beside = "preadv" if against == "preadv" else "ffrecord"
-        row = harness.Row(
+        row = measuring.Row(
             f"local/{data.name}/{name}/{beside}",
             "ffserve without a daemon",
-            harness.ratio,
+            measuring.ratio,
             limit=limit,
         )
-        return harness.Group(
+        return measuring.Group(
             f"without a daemon, {title}, {data.name}, batches of {batch}",
-            harness.Yardstick(yardstick, lambda: run(against), substitute),
-            (harness.Contestant("ffserve read", lambda: run("ffserve"), (row,)),),
+            measuring.Yardstick(yardstick, lambda: run(against), substitute),
+            (measuring.Contestant("ffserve read", lambda: run("ffserve"), (row,)),),
             data.make,
             {"state": "local", "bytes": data.mean, "batch": batch, "clients": 1},
         )
@@ -245,14 +246,14 @@ class Local:
         self,
         function: Callable[[Case], Delivered],
         package: str,
-        data: harness.BenchmarkData,
+        data: samples.BenchmarkData,
         **case: Any,
-    ) -> harness.Result:
+    ) -> measuring.Result:
         return self._bench.run(f"{HERE}:{function.__name__}", data, package=package, **case)
 
-    def _hot(self) -> harness.Group:
-        def run(package: str) -> harness.Result:
-            with harness.held_in_memory(self._data.paths):
+    def _hot(self) -> measuring.Group:
+        def run(package: str) -> measuring.Result:
+            with measuring.held_in_memory(self._data.paths):
                 return self._run(hot, package, self._data, warm=8)
 
         limit = TIMES.get(self._data.mean, 1.0)
@@ -263,13 +264,13 @@ class Local:
     def _epochs(
         self,
         name: str,
-        data: harness.BenchmarkData,
+        data: samples.BenchmarkData,
         count: int,
         *,
         against: dict[str, float],
         join: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> list[harness.Group]:
-        def run(package: str) -> harness.Result:
+    ) -> list[measuring.Group]:
+        def run(package: str) -> measuring.Result:
             self._bench.from_disk(data.paths)
             with join() as group:
                 return self._run(
@@ -287,7 +288,7 @@ class Local:
             for other, limit in against.items()
         ]
 
-    def _half(self) -> list[harness.Group]:
+    def _half(self) -> list[measuring.Group]:
         size = HALF_BESIDE + self._small.size // 2
         try:
             with cgroup.limited(memory_size=size):
@@ -302,9 +303,9 @@ class Local:
 
     def _programs(
         self, name: str, function: Callable[[Case], Delivered], batch: int
-    ) -> harness.Group:
-        def run(package: str) -> harness.Result:
-            with harness.held_in_memory(self._small.paths):
+    ) -> measuring.Group:
+        def run(package: str) -> measuring.Result:
+            with measuring.held_in_memory(self._small.paths):
                 return self._run(function, package, self._small, batch=batch, warm=1)
 
         title = {
@@ -319,13 +320,13 @@ class Local:
         )  # fmt: skip
         if name != "forked":
             return group
-        row = harness.Row(
-            f"local/{self._small.name}/{name}{batch}/nothing", "nothing is read", harness.ratio
+        row = measuring.Row(
+            f"local/{self._small.name}/{name}{batch}/nothing", "nothing is read", measuring.ratio
         )
-        bound = harness.Contestant("nothing is read", lambda: run("nothing"), (row,))
+        bound = measuring.Contestant("nothing is read", lambda: run("nothing"), (row,))
         return dataclasses.replace(group, contestants=(*group.contestants, bound))
 
-    def _loaders(self) -> list[harness.Group]:
+    def _loaders(self) -> list[measuring.Group]:
         if importlib.util.find_spec("torch") is None:
             self._note(f"local/{self._small.name}/loader: not measured, torch is not installed")
             return []

@@ -32,11 +32,11 @@ import numpy as np
 
 from benchmarks.announcing import announcing
 from benchmarks.closed_loop import watch, write_data
+from benchmarks.harness.cgroup import Cgroup, NoCgroup, limited
 from ffserve import cli
-from ffserve.bench.cgroup import Cgroup, NoCgroup, limited
-from ffserve.bench.harness import evict
 from ffserve.bench.processes import interruptible
-from ffserve.cache.simulation import Job, Simulation, belady, shuffled
+from ffserve.bench.samples import evict
+from ffserve.cache.simulation import SimulatedJob, Simulation, belady, shuffled
 from ffserve.engine.io import open_direct
 from ffserve.errors import FFServeError
 
@@ -142,7 +142,9 @@ def simulated(cell: Cell, path: str, warm_s: float, seconds: float) -> dict[str,
     file, alignment = open_direct(path)
     os.close(file)
     jobs = [
-        Job(shuffled(cell.samples, seed), pace=cell.pace, announces=cell.announces, batch=BATCH)
+        SimulatedJob(
+            shuffled(cell.samples, seed), pace=cell.pace, announces=cell.announces, batch=BATCH
+        )
         for seed in range(cell.job_count)
     ]
     simulation = Simulation(
@@ -337,7 +339,7 @@ def policy_cost(
 ) -> dict[str, float]:
     """Return the policy's microseconds per used sample in the daemon, and those of tracking the
     jobs' progress (positions, and departures from orders), by batch size."""
-    jobs = [Job(shuffled(samples, k), pace=1e5) for k in range(job_count)]
+    jobs = [SimulatedJob(shuffled(samples, k), pace=1e5) for k in range(job_count)]
     simulation = Simulation(samples, 0.25, jobs)
     simulation.run(warm_s=0.6 * samples / 1e5, seconds=0.01)
     spent = {"policy": 0.0, "progress": 0.0}

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ffserve.bench.harness import RATIO
+from benchmarks.harness.measuring import RATIO
 from ffserve.errors import UsageError
 
 BEGIN, END = "<!-- measured: begin; from docs/bench.json -->\n", "<!-- measured: end -->"

@@ -1,4 +1,4 @@
-"""All rows of docs/BENCHMARKS.md: those of `ffserve bench` in all sizes, and more."""
+"""All rows of docs/BENCHMARKS.md."""
 
 from __future__ import annotations
 
@@ -16,23 +16,8 @@ import numpy as np
 
 import ffserve
 from benchmarks import engine, shuffle, store, view
-from benchmarks.local import Local
-from ffserve.bench.contestants import HOT_SHARE, STREAM_DEPTH
-from ffserve.bench.harness import (
-    MIB,
-    Bench,
-    BenchmarkData,
-    Contestant,
-    Group,
-    Result,
-    Row,
-    Yardstick,
-    generated,
-    held_in_memory,
-    ratio,
-)
-from ffserve.bench.peers import BY_NAME, Peer
-from ffserve.bench.rows import (
+from benchmarks.harness.contestants import HOT_SHARE
+from benchmarks.harness.kinds import (
     DEPTH,
     FFSERVE,
     ColdRead,
@@ -43,6 +28,20 @@ from ffserve.bench.rows import (
     peer_contestant,
     stream,
 )
+from benchmarks.harness.measuring import (
+    Bench,
+    Contestant,
+    Group,
+    Result,
+    Row,
+    Yardstick,
+    held_in_memory,
+    ratio,
+)
+from benchmarks.harness.peers import BY_NAME, Peer
+from benchmarks.local import Local
+from ffserve.bench.ceilings import STREAM_DEPTH
+from ffserve.bench.samples import MIB, BenchmarkData, generated
 from ffserve.formats import NAMES, by_name
 from ffserve.formats.ffrecord import tables_end
 
@@ -68,7 +67,7 @@ QUICK = (
 """The rows of a quick look at all that matters."""
 LONG = 5
 """A run is so many times as long when the daemon's CPU is measured while it is nearly idle."""
-CONTESTANTS = "ffserve.bench.contestants"
+CONTESTANTS = "benchmarks.harness.contestants"
 MANY_FILES, SHARD_SAMPLES = 10_000, 10
 
 Note = Callable[[str], None]

@@ -21,12 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import ffserve
-from ffserve.bench import processes
-from ffserve.bench.contestants import Case, Delivered
-from ffserve.bench.harness import (
-    MIB,
+from benchmarks.harness.measuring import (
     Bench,
-    BenchmarkData,
     Contestant,
     ContestantFailed,
     Group,
@@ -34,9 +30,11 @@ from ffserve.bench.harness import (
     Row,
     Yardstick,
     files_below,
-    size_label,
 )
-from ffserve.bench.peers import BY_NAME, import_streaming
+from benchmarks.harness.peers import BY_NAME, import_streaming
+from ffserve.bench import processes
+from ffserve.bench.ceilings import Case, Delivered
+from ffserve.bench.samples import MIB, BenchmarkData, size_label
 from ffserve.errors import FFServeError, UsageError
 
 HERE = "benchmarks.store"

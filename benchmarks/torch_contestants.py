@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import ffserve.torch
-from ffserve.bench.contestants import Case, Delivered
+from ffserve.bench.ceilings import Case, Delivered
 
 WORKERS = 2
 BUNDLE_COUNT, BUNDLE_SIZE = 32, 8 << 20

@@ -14,11 +14,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.bench.contestants import Case, Delivered, delivering
-from ffserve.bench.harness import (
-    MIB,
+from benchmarks.harness.measuring import (
     Bench,
-    BenchmarkData,
     Contestant,
     Group,
     Result,
@@ -27,6 +24,8 @@ from ffserve.bench.harness import (
     held_in_memory,
     ratio,
 )
+from ffserve.bench.ceilings import Case, Delivered, delivering
+from ffserve.bench.samples import MIB, BenchmarkData
 from ffserve.errors import FFServeError
 
 HERE = "benchmarks.view"
@@ -160,7 +159,7 @@ def _shards(bench: Bench, data: BenchmarkData) -> Group:
 def _samples(bench: Bench, data: BenchmarkData) -> list[Group]:
     def batches() -> Result:
         return bench.run(
-            "ffserve.bench.contestants:read_batch", data, batch=64, clients=READERS,
+            "benchmarks.harness.contestants:read_batch", data, batch=64, clients=READERS,
             daemon=bench.hot_daemon(data), warm=8,
         )  # fmt: skip
 

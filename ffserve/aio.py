@@ -29,9 +29,10 @@ from typing import Any, Literal, overload
 from ffserve.client.announced import check_count
 from ffserve.client.failover import LoopSelector, OpenRequest, announce
 from ffserve.client.loop import Failed, in_thread, loop_state
-from ffserve.client.source import Batch, Bytes, Int64s, Target, cut
+from ffserve.client.source import Batch, Target, cut
 from ffserve.dataset.layout import ShardInfo
 from ffserve.dataset.paths import PathLike, expand_paths
+from ffserve.dtypes import Bytes, Int64s
 from ffserve.errors import FFServeError, UsageError
 from ffserve.reader import (
     READ_AHEAD_COUNT,

@@ -2,7 +2,7 @@
 
 Every setting is one field of :class:`ServerConfig`. Its metadata has the key in the TOML file, the
 flag of ``ffserve serve`` and the text that documents both; ``serve --help``,
-docs/CONFIGURATION.md and ffserve/systemd/ffserve.toml show the same text (tests/unit/test_config.py
+docs/CONFIGURATION.md and systemd/ffserve.toml show the same text (tests/unit/test_config.py
 compares them). A flag overrides the file, and the file overrides the default. An unknown key or an
 invalid value is a :class:`UsageError` that names file, line, key, and what is allowed.
 """

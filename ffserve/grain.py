@@ -13,7 +13,7 @@ import operator
 from typing import Any, SupportsIndex
 
 from ffserve import reader as readers
-from ffserve.client.source import Bytes
+from ffserve.dtypes import Bytes
 
 
 class Source:

@@ -30,14 +30,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.dtypes import Int64s
 from ffserve.errors import UsageError
-from ffserve.order import (
-    MAX_SAMPLE_COUNT,
-    Int64s,
-    checked_integer,
-    permutation,
-    shuffled_rows,
-)
+from ffserve.order import MAX_SAMPLE_COUNT, checked_integer, permutation, shuffled_rows
 
 Weights: TypeAlias = "Sequence[float] | Mapping[int, Sequence[float]]"
 

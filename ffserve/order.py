@@ -21,9 +21,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.dtypes import Int64s
 from ffserve.errors import UsageError
 
-Int64s: TypeAlias = NDArray[np.int64]
 Part: TypeAlias = "tuple[int, int] | None"
 
 MAX_SAMPLE_COUNT = 1 << 40

@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.dtypes import Int64s
 from ffserve.errors import UsageError
-from ffserve.order import MAX_SAMPLE_COUNT, Int64s, checked_integer, permutation
+from ffserve.order import MAX_SAMPLE_COUNT, checked_integer, permutation
 
 WINDOW = 1 << 16
 _PIECES, _PLACES, _SEQUENCES = (0, 2), (1, 2), (2, 2)

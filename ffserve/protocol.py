@@ -20,6 +20,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.dtypes import Int64s
 from ffserve.errors import BY_CODE, FFServeError, ProtocolError
 
 VERSION = 2
@@ -763,12 +764,12 @@ def _is_map(head: int) -> bool:
     return 0x80 <= head <= 0x8F or head in (0xDE, 0xDF)
 
 
-def pack_indices(indices: NDArray[np.int64]) -> bytes:
+def pack_indices(indices: Int64s) -> bytes:
     """Pack sample indices; any length, i64 little-endian."""
     return indices.astype("<i8", copy=False).tobytes()
 
 
-def unpack_indices(packed: bytes) -> NDArray[np.int64]:
+def unpack_indices(packed: bytes) -> Int64s:
     """Unpack sample indices; read-only.
 
     Raises: ProtocolError when the size is no multiple of 8 or there are more than MAX_GET_COUNT.
@@ -778,12 +779,12 @@ def unpack_indices(packed: bytes) -> NDArray[np.int64]:
     return np.frombuffer(packed, "<i8").astype(np.int64, copy=False)
 
 
-def pack_order(indices: NDArray[np.int64]) -> bytes:
+def pack_order(indices: Int64s) -> bytes:
     """Pack a piece of an order; u32 little-endian."""
     return indices.astype("<u4").tobytes()
 
 
-def unpack_order(packed: bytes) -> NDArray[np.int64]:
+def unpack_order(packed: bytes) -> Int64s:
     """Unpack a piece of an order.
 
     Raises: ProtocolError when the size is no multiple of 4 or there are more than MAX_GET_COUNT.

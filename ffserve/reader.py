@@ -25,11 +25,12 @@ from ffserve.client import connection as connections
 from ffserve.client.announced import AnnouncedOrders, Order, check_count, check_order
 from ffserve.client.failover import OpenRequest, SourceSelector, closed_error
 from ffserve.client.local import LocalSource
-from ffserve.client.source import Batch, Bytes, Int64s, Leased, Source, cut
+from ffserve.client.source import Batch, Leased, Source, cut
 from ffserve.client.stream import RecordStream
 from ffserve.dataset.layout import ShardInfo, as_int64, check_range
 from ffserve.dataset.paths import PathLike, expand_paths
 from ffserve.disk.files import is_compressed
+from ffserve.dtypes import Bytes, Int64s
 from ffserve.errors import (
     ArenaError,
     FFServeError,

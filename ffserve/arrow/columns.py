@@ -18,7 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from ffserve.engine import example as engine
-from ffserve.engine.example import Decoded, Fault, Found, Records, Source, Wanted
+from ffserve.engine.example import ColumnSource, Decoded, ExampleRecords, Fault, Found, WantedColumn
 from ffserve.errors import FormatError, UsageError
 
 RECORD_TYPES = ("Example", "SequenceExample")
@@ -119,7 +119,7 @@ def _check_names(schema: Any, record: str) -> None:
 
 
 def decode(
-    records: Records, schema: Any, *, record: str = "Example", place: Place = NOWHERE
+    records: ExampleRecords, schema: Any, *, record: str = "Example", place: Place = NOWHERE
 ) -> Any:
     """Decode the columns of a schema.
 
@@ -138,7 +138,9 @@ def decode(
     _check_names(schema, record)
     leaves = [leaf_of(one.name, one.type) for one in schema]
     wanted = [
-        Wanted(one.name.encode(), leaf.kind, leaf.depth, wide=not pa.types.is_float32(leaf.type))
+        WantedColumn(
+            one.name.encode(), leaf.kind, leaf.depth, wide=not pa.types.is_float32(leaf.type)
+        )
         for one, leaf in zip(schema, leaves, strict=True)
     ]
     try:
@@ -295,7 +297,7 @@ def encode(
     return engine.encode(sources, batch.num_rows, sequence=record == "SequenceExample")
 
 
-def _source(array: Any, one: Any, place: Place) -> Source:
+def _source(array: Any, one: Any, place: Place) -> ColumnSource:
     leaf = leaf_of(one.name, one.type)
     valid = None
     if array.null_count:
@@ -320,7 +322,9 @@ def _source(array: Any, one: Any, place: Place) -> Source:
         values = values.astype(np.int64, copy=False)
     else:
         values = _floats(items, leaf, one.name, (outer, inner), place)
-    return Source(one.name.encode(), leaf.kind, leaf.depth, valid, outer, inner, values, edges)
+    return ColumnSource(
+        one.name.encode(), leaf.kind, leaf.depth, valid, outer, inner, values, edges
+    )
 
 
 def _elements(array: Any) -> tuple[NDArray[np.int64], Any]:
@@ -420,7 +424,7 @@ class Inference:
         self._record = record
         self._seen: dict[bytes, _Seen] = {}
 
-    def add(self, records: Records, place: Place = NOWHERE) -> None:
+    def add(self, records: ExampleRecords, place: Place = NOWHERE) -> None:
         """Take a batch. Raises: FormatError: a record that is not such a message."""
         try:
             found = engine.infer(records, sequence=self._record == "SequenceExample")
@@ -507,13 +511,17 @@ def _conflict(name: bytes, one: str, here: Place, other: str, there: Place) -> F
     )
 
 
-def records_at(buffer: NDArray[np.uint8], offsets: NDArray[np.int64]) -> Records:
+def records_at(buffer: NDArray[np.uint8], offsets: NDArray[np.int64]) -> ExampleRecords:
     """Return the records of a ``Batch``: its buffer and offsets."""
-    return Records(buffer, offsets[:-1].astype(np.uint64), np.diff(offsets).astype(np.uint64))
+    return ExampleRecords(
+        buffer, offsets[:-1].astype(np.uint64), np.diff(offsets).astype(np.uint64)
+    )
 
 
-def records_of(messages: Iterable[bytes]) -> Records:
+def records_of(messages: Iterable[bytes]) -> ExampleRecords:
     """Return messages back to back in one buffer."""
     parts = list(messages)
     lengths = np.array([len(part) for part in parts], np.uint64)
-    return Records(np.frombuffer(b"".join(parts), np.uint8), np.cumsum(lengths) - lengths, lengths)
+    return ExampleRecords(
+        np.frombuffer(b"".join(parts), np.uint8), np.cumsum(lengths) - lengths, lengths
+    )

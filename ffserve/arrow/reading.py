@@ -31,9 +31,10 @@ from ffserve.arrow.columns import Inference, Place, check_schema, decode, record
 from ffserve.arrow.hive import DataFile
 from ffserve.arrow.options import RecordType
 from ffserve.disk.files import is_compressed, open_regular, read_at_of
+from ffserve.dtypes import Bytes
 from ffserve.engine import codec
 from ffserve.engine.codec import FRAME_HEADER_SIZE, FRAME_SIZE, checksums
-from ffserve.engine.example import Records
+from ffserve.engine.example import ExampleRecords
 from ffserve.errors import FFServeError, FormatError, UsageError
 from ffserve.formats.base import CHECKSUM_CRC32C, HEAD_SIZE, ReadAt
 from ffserve.formats.tfstream import compression_of
@@ -53,8 +54,7 @@ FRAMES_SIZE = 1 << 20
 """So many bytes of frames are read and decoded at a time: they stay in the core's cache."""
 _NEVER = 1 << 64
 BYTES_COLUMN = "byteArray"
-Bytes = NDArray[np.uint8]
-Numbered = tuple[Records, NDArray[np.int64]]
+Numbered = tuple[ExampleRecords, NDArray[np.int64]]
 """Records, and their numbers in the file."""
 
 
@@ -146,7 +146,9 @@ def _infer_file(table: RecordTable, file: DataFile, ratio: float) -> Inference:
     for records, rows in _records(table, Piece(file.path, file.size, version=file.version)):
         if ratio < 1:
             chosen = (chance.random(len(rows)) < ratio) | (rows == 0)
-            records = Records(records.buffer, records.starts[chosen], records.lengths[chosen])
+            records = ExampleRecords(
+                records.buffer, records.starts[chosen], records.lengths[chosen]
+            )
             rows = rows[chosen]
         if len(rows):
             inference.add(records, Place(file.path, rows=rows))
@@ -334,7 +336,7 @@ def _batch(columns: list[Any], schema: Any, count: int) -> Any:
 
 
 def _decoded(
-    table: RecordTable, records: Records, rows: NDArray[np.int64], data: Any, path: str
+    table: RecordTable, records: ExampleRecords, rows: NDArray[np.int64], data: Any, path: str
 ) -> Any:
     place = Place(path, rows=rows)
     if table.record_type == "ByteArray":
@@ -362,7 +364,7 @@ def count(table: RecordTable, piece: Piece) -> int:
         return len(reader)
 
 
-def _as_binary(records: Records, place: Place) -> Any:
+def _as_binary(records: ExampleRecords, place: Place) -> Any:
     buffer, starts, lengths = records
     if len(buffer) >= 1 << 31:
         raise place.error(0, None, "the record has 2 GiB or more, which a batch cannot hold")
@@ -449,7 +451,7 @@ def _framed(table: RecordTable, piece: Piece) -> Iterator[Numbered]:
         )
 
 
-def _frames(read_at: ReadAt, at: int, buffer: Bytes) -> tuple[Records, int, int]:
+def _frames(read_at: ReadAt, at: int, buffer: Bytes) -> tuple[ExampleRecords, int, int]:
     """Read frames into a buffer.
 
     Returns: the records before the first damage and the end of the buffer; the bytes of their
@@ -461,7 +463,7 @@ def _frames(read_at: ReadAt, at: int, buffer: Bytes) -> tuple[Records, int, int]
     offsets, lengths, expected = scanner.tables()
     wrong = checksums(CHECKSUM_CRC32C, block, offsets, lengths) != expected
     intact = int(np.argmax(wrong)) if wrong.any() else len(wrong)
-    records = Records(block, offsets[:intact], lengths[:intact])
+    records = ExampleRecords(block, offsets[:intact], lengths[:intact])
     if intact < len(wrong):
         return records, int(offsets[intact]) - FRAME_HEADER_SIZE, _NEVER
     taken, wanted = scanner.at, 0
@@ -497,7 +499,7 @@ def _by_index(
             rows = chosen[first : first + len(batch)][kept]
             buffer, starts, lengths = records_at(batch.buffer, batch.offsets)
             if len(rows):
-                yield Records(buffer, starts[kept], lengths[kept]), rows
+                yield ExampleRecords(buffer, starts[kept], lengths[kept]), rows
     _report(piece.path, damaged, skipped)
 
 

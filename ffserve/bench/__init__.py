@@ -1,6 +1,6 @@
-"""The benchmark harness: every figure is a ratio to a yardstick of the same run.
+"""What `ffserve bench` measures: this machine's memory and disk, and ffserve beside them.
 
-`processes` starts daemons and other children, `harness` lets contestants take turns and computes
-rows, `contestants` and `peers` run in the contestants' processes, `rows` lists what `ffserve bench`
-measures, `report` presents the result. The repository's `benchmarks` adds rows for developers.
+`samples` has the data, `ceilings` the rates of memory and disk, `processes` the daemons, `machine`
+the facts on which figures depend, and `rows` what is compared. The repository's `benchmarks` builds
+on these: it compares ffserve with other packages.
 """

@@ -1,4 +1,4 @@
-"""Child processes of the benchmark and of the demo: daemons, contestants, training jobs.
+"""Child processes of the benchmark and of the demo: daemons, ways to read, training jobs.
 
 A process and its children have ended when the context of the function that started it ends,
 whatever the reason.
@@ -7,7 +7,6 @@ whatever the reason.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -16,12 +15,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from ffserve.client import connection
 from ffserve.disk.output import write_error
-from ffserve.errors import FFServeError, ServerUnavailable, UsageError
+from ffserve.errors import FFServeError, ServerUnavailable
 
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 10.0
@@ -65,93 +64,21 @@ def work_directory(prefix: str, directory: str | None) -> Iterator[str]:
         shutil.rmtree(work, ignore_errors=True)
 
 
-# --------------------------------------------------------------------------- which ffserve
-
-
-@dataclass(frozen=True)
-class Installation:
-    """The ffserve that child processes run.
-
-    Args:
-        directory: another checkout, with the C core built in it; its `.venv/bin/python` runs it if
-            there is one. None: the ffserve of this process.
-        interpreter: runs the ffserve of this process in another environment, whose packages come
-            first.
-    """
-
-    directory: str | None = None
-    interpreter: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.directory is not None and not os.path.isfile(
-            os.path.join(self.directory, "ffserve", "__init__.py")
-        ):
-            raise UsageError("this directory is not a checkout of ffserve", path=self.directory)
-
-    @property
-    def python(self) -> str:
-        """The interpreter."""
-        own = os.path.join(self.directory or "", ".venv", "bin", "python")
-        if self.directory is not None and os.path.exists(own):
-            return own
-        return self.interpreter or sys.executable
-
-    def command(self, module: str, packages: Mapping[str, str] | None = None) -> list[str]:
-        """Return the command that runs a module with this ffserve.
-
-        ``python -m`` looks in the working directory first, where a third ffserve may lie (a
-        checkout in which nothing was built, beside the installed one).
-
-        Args: packages: for another checkout, packages (name → directory) to take from elsewhere.
-        """
-        if self.directory is None:
-            packages_first = "sys.path[1:] + " if self.interpreter else ""
-            program = f"import runpy, sys; sys.path[:] = {packages_first}{sys.path!r}; "
-            program += f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
-        else:
-            program = _IN_CHECKOUT.format(
-                directory=os.path.realpath(self.directory), packages=packages or {}, module=module
-            )
-        return [self.python, "-c", program]
-
-    def status(self, socket: str) -> dict[str, Any]:
-        """Return the status of a daemon of this ffserve.
-
-        Raises: ServerUnavailable.
-        """
-        if self.directory is None:
-            from ffserve.client import connection
-
-            return connection.status(socket)
-        command = [*self.command("ffserve"), "status", "--json", "--socket", socket]
-        finished = subprocess.run(command, capture_output=True, text=True)
-        if finished.returncode != 0:
-            raise ServerUnavailable(finished.stderr.strip() or "no answer", path=socket)
-        facts: dict[str, Any] = json.loads(finished.stdout)
-        return facts
-
-
-THIS = Installation()
-
-# An editable install would find in its own tree whatever the checkout lacks.
-_IN_CHECKOUT = """
-import importlib.util, os, runpy, sys
-sys.path.insert(0, {directory!r})
-sys.meta_path[:] = [f for f in sys.meta_path if "__editable__" not in getattr(f, "__module__", "")]
-import ffserve
-if os.path.dirname(os.path.dirname(ffserve.__file__)) != {directory!r}:
-    raise SystemExit("ffserve was imported from " + ffserve.__file__ + ", not from {directory}")
-for name, place in {packages!r}.items():
-    spec = importlib.util.spec_from_file_location(
-        name, os.path.join(place, "__init__.py"), submodule_search_locations=[place])
-    package = importlib.util.module_from_spec(spec)
-    sys.modules[name] = package
-    spec.loader.exec_module(package)
-runpy.run_module({module!r}, run_name="__main__", alter_sys=True)
-"""
-
-
 # --------------------------------------------------------------------------- daemons
+
+
+def command(module: str, interpreter: str | None = None) -> list[str]:
+    """Return the command that runs a module with the ffserve of this process.
+
+    ``python -m`` looks in the working directory first, where another ffserve may lie (a checkout in
+    which nothing was built, beside the installed one).
+
+    Args: interpreter: of another environment, whose packages come first.
+    """
+    packages_first = "sys.path[1:] + " if interpreter else ""
+    program = f"import runpy, sys; sys.path[:] = {packages_first}{sys.path!r}; "
+    program += f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    return [interpreter or sys.executable, "-c", program]
 
 
 class Daemon:
@@ -162,12 +89,12 @@ class Daemon:
         socket: str,
         process: subprocess.Popen[bytes],
         log_path: str,
-        installation: Installation,
+        ask: Callable[[str], dict[str, Any]],
     ) -> None:
         self.socket = socket
         self.process = process
         self._log_path = log_path
-        self._installation = installation
+        self._ask = ask
 
     def status(self) -> dict[str, Any]:
         """Return the daemon's status.
@@ -175,7 +102,7 @@ class Daemon:
         Raises: FFServeError with the daemon's log when it has ended; ServerUnavailable.
         """
         try:
-            return self._installation.status(self.socket)
+            return self._ask(self.socket)
         except ServerUnavailable:
             if self.process.poll() is None:
                 raise
@@ -217,7 +144,8 @@ def daemon(
     arena: int,
     options: Sequence[str] = (),
     *,
-    installation: Installation = THIS,
+    program: Sequence[str] | None = None,
+    ask: Callable[[str], dict[str, Any]] = connection.status,
     before_exec: Callable[[], None] | None = None,
 ) -> Iterator[Daemon]:
     """Run a daemon for as long as the context lasts; it answers when the context begins.
@@ -226,22 +154,24 @@ def daemon(
         roots: directories to serve.
         arena: bytes.
         options: further flags of `ffserve serve`.
+        program: the command `ffserve`; by default that of this process.
+        ask: returns the status of the daemon at a socket.
         before_exec: called in the child process, for example to join a cgroup.
     Raises: FFServeError with the daemon's log when it does not start.
     """
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="ffserve-daemon-"))
         socket = os.path.join(directory, "s")
-        command = [*installation.command("ffserve"), "serve", "--socket", socket]
-        command += ["--arena", str(arena), "--config", os.devnull, "--log-level", "warning"]
+        arguments = [*(program or command("ffserve")), "serve", "--socket", socket]
+        arguments += ["--arena", str(arena), "--config", os.devnull, "--log-level", "warning"]
         for root in roots:
-            command += ["--root", root]
+            arguments += ["--root", root]
         log_path = f"{socket}.log"
         log = stack.enter_context(open(log_path, "wb"))
         process = stack.enter_context(
-            running([*command, *options], stderr=log, before_exec=before_exec)
+            running([*arguments, *options], stderr=log, before_exec=before_exec)
         )
-        started = Daemon(socket, process, log_path, installation)
+        started = Daemon(socket, process, log_path, ask)
         started.await_start()
         yield started
 
@@ -251,7 +181,7 @@ def daemon(
 
 @contextlib.contextmanager
 def running(
-    command: list[str],
+    arguments: list[str],
     *,
     stdin: Any = subprocess.DEVNULL,
     stdout: Any = None,
@@ -266,7 +196,7 @@ def running(
         before_exec: called in the child process.
     """
     process = subprocess.Popen(
-        command,
+        arguments,
         stdin=stdin,
         stdout=stdout,
         stderr=stderr,

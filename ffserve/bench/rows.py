@@ -1,305 +1,212 @@
-"""The rows of `ffserve bench`, and the kinds of groups that other rows are made of.
+"""The rows of `ffserve bench`: ffserve beside the ceilings of memory and of the disk.
 
-A row is named ``state/size/…/contestant``. Limits are the project's own goals.
+Everything is read by this process, with one client. A ratio is computed within a turn, in which the
+ceiling and the ways to read run one after the other; every other turn goes the other way round.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import os
-from collections.abc import Mapping, Sequence
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ffserve.bench import cgroup, contestants
-from ffserve.bench.contestants import Pattern
-from ffserve.bench.harness import (
-    Bench,
-    BenchmarkData,
-    Contestant,
-    ContestantFailed,
-    ContestantHung,
-    Group,
-    Result,
-    Row,
-    Yardstick,
-    cold_memory,
-    files_below,
-    held_in_memory,
-    ratio,
-)
-from ffserve.bench.peers import PEERS, Peer
-from ffserve.errors import FFServeError
+import numpy as np
 
-FFSERVE = "ffserve"
-DEPTH = 128
-"""Reads in flight of a daemon by default."""
-PEER_TIMEOUT_S = 150.0
-"""For the warm-up and for the run of a peer; some compile themselves first."""
-_PATTERN_NAMES = {
-    "blocks": "", "stream": "", "extents": ", extents", "batches": ", extents, a batch at a time",
-}  # fmt: skip
+import ffserve
+from ffserve.bench import ceilings, processes
+from ffserve.bench.ceilings import Delivered
+from ffserve.bench.samples import MIB, BenchmarkData, evict
+from ffserve.errors import FFServeError, UsageError
+
+COLD_ARENA_SIZE = 512 * MIB
+HOT_BATCH = 256
+IN_FLIGHT = 64
+"""The samples of a batch where several batches are in flight."""
+WARM_BATCHES = 2
+Ways = dict[str, Callable[[], float]]
+"""The end of a row's name → a run of that way to read, which returns bytes a second."""
 
 
-def memcpy(bench: Bench, data: BenchmarkData, batch: int = 64, clients: int = 1) -> Yardstick:
-    """Return the yardstick of memory, with as many processes as there are clients."""
-    function = "ffserve.bench.contestants:memcpy"
-    return Yardstick(
-        "memcpy", lambda: bench.run(function, data, batch=batch, clients=clients, warm=8)
-    )
+@dataclass(frozen=True)
+class Comparison:
+    """Ways of ffserve to read some data, and the ceiling that they are compared with.
 
-
-def disk(bench: Bench, data: BenchmarkData, depth: int, pattern: Pattern) -> Yardstick:
-    """Return the yardstick of the disk."""
-
-    def run() -> Result:
-        bench.from_disk(data.paths)
-        return bench.fio(data, depth, pattern)
-
-    name = "fio in order" if pattern == "stream" else f"fio at depth {depth}"
-    name += _PATTERN_NAMES[pattern]
-    if not contestants.has_fio():
-        name = f"{contestants.RAW_THREADS} Python threads of preadv (no fio)"
-    return Yardstick(name, run, substitute=not contestants.has_fio())
-
-
-def hot(
-    bench: Bench,
-    data: BenchmarkData,
-    batch: int,
-    clients: int,
-    functions: dict[str, float | None],
-    peers: Sequence[Peer] = (),
-    prefix: str = "hot",
-) -> Group:
-    """Return a group that reads from memory: the arena, for a peer the page cache.
-
-    Args: functions: of `ffserve.bench.contestants`, each with its limit.
-    """
-    name = f"{prefix}/{data.name}/batch{batch}/clients{clients}"
-
-    def run(function: str) -> Result:
-        daemon = bench.hot_daemon(data)
-        result = bench.run(
-            f"ffserve.bench.contestants:{function}", data, batch=batch, clients=clients,
-            daemon=daemon, warm=8,
-        )  # fmt: skip
-        if result.daemon["blocks_read"] > 0:
-            raise FFServeError(
-                f"the daemon read from disk in a hot run: its arena does not hold {data.size} bytes"
-            )
-        return result
-
-    def contestant(function: str, limit: float | None) -> Contestant:
-        row = Row(f"{name}/{function}", f"{FFSERVE} {function}", ratio, limit=limit)
-        return Contestant(f"{FFSERVE} {function}", lambda: run(function), (row,))
-
-    return Group(
-        title=f"hot, {data.name}, batches of {batch}, {_client_count(clients)}",
-        yardstick=memcpy(bench, data, batch, clients),
-        contestants=(
-            *(contestant(function, limit) for function, limit in functions.items()),
-            *(peer_contestant(bench, p, data, batch, clients, name, cold=False) for p in peers),
-        ),
-        prepare=data.make,
-        labels={"state": "hot", "bytes": data.mean, "batch": batch, "clients": clients},
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class ColdRead:
-    """One way of ffserve to read cold data: a row's name and a contestant's function.
-
-    Args: case: more for the function.
+    Args:
+        name: the beginning of the names of its rows.
+        limits: the end of each row's name, and the project's own goal for it, if there is one.
+        ceiling: its name. is_substitute: it stands in for one that is not installed, so no goal is
+            judged.
+        ceiling_rate: runs it and returns bytes a second.
+        ways: makes what the ways need for as long as its context lasts.
     """
 
     name: str
-    function: str
-    batch: int
-    clients: int = 1
-    limit: float | None = None
-    daemon: bool = True
-    case: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    title: str
+    limits: Mapping[str, float | None]
+    ceiling: str
+    is_substitute: bool
+    ceiling_rate: Callable[[], float]
+    ways: Callable[[], contextlib.AbstractContextManager[Ways]]
 
-    def run(self, bench: Bench, data: BenchmarkData) -> Result:
-        """Run it with nothing in memory."""
-        bench.from_disk(data.paths)
-        function = f"ffserve.bench.contestants:{self.function}"
-        case = {"batch": self.batch, "clients": self.clients, "once": True, **self.case}
-        if not self.daemon:
-            return bench.run(function, data, **case)
-        with bench.cold_daemon(data) as daemon:
-            return bench.run(function, data, daemon=daemon, **case)
+    def row_names(self, texts: Sequence[str] = ()) -> list[str]:
+        """Return the names of its rows that contain one of the texts; all if there are none."""
+        names = [f"{self.name}/{way}" for way in self.limits]
+        return [name for name in names if not texts or any(text in name for text in texts)]
 
+    def measure(self, turns: int, names: Sequence[str]) -> list[dict[str, Any]]:
+        """Run all turns and return a dict for each of the rows with these names.
 
-def cold(
-    bench: Bench,
-    data: BenchmarkData,
-    depth: int,
-    reads: Sequence[ColdRead],
-    peers: Sequence[Peer] = (),
-    peer_batch: int = 256,
-    cpu_limit: float | None = None,
-    prefix: str = "cold",
-    pattern: Pattern = "blocks",
-    peer_clients: int = 1,
-) -> Group:
-    """Return a group that reads from disk: every sample once, in random order.
+        Returns: name, contestant, yardstick, value (the median ratio), low, high, limit, reached
+            (None where nothing is judged), turns, mb_s and yardstick_mb_s.
+        """
+        wanted = [way for way in self.limits if f"{self.name}/{way}" in names]
+        rates: dict[str, list[float]] = {way: [] for way in ("", *wanted)}
+        with self.ways() as ways:
+            runs = {"": self.ceiling_rate, **ways}
+            for turn in range(turns):
+                for way in [*rates][:: 1 if turn % 2 == 0 else -1]:
+                    rates[way].append(runs[way]())
+        return [self._row(way, rates[way], rates[""]) for way in wanted]
 
-    Args:
-        depth: reads in flight of the yardstick.
-        pattern: the reads of the yardstick.
-        cpu_limit: of the daemon's CPU microseconds per missed sample in the first of ``reads``;
-            None: no such row.
-    """
-    name = f"{prefix}/{data.name}/depth{depth}"
-
-    def contestant(read: ColdRead, first: bool) -> Contestant:
-        rows = [Row(f"{name}/{read.name}", f"{FFSERVE} {read.name}", ratio, limit=read.limit)]
-        if first and cpu_limit is not None:
-            row = f"{name}/daemon-cpu"
-            text = "the daemon's CPU per missed sample"
-            rows.append(Row(row, text, _miss_us, "µs", cpu_limit, at_most=True))
-            rows.append(
-                Row(f"{row}/fio", f"{text} / fio's CPU per read", _miss_share, at_most=True)
-            )
-        return Contestant(
-            f"{FFSERVE} {read.name}", lambda: read.run(bench, data), tuple(rows),
-            labels={"batch": read.batch, "clients": read.clients},
-        )  # fmt: skip
-
-    return Group(
-        title=f"cold, {data.name}, against {depth} reads in flight{_PATTERN_NAMES[pattern]}",
-        yardstick=disk(bench, data, depth, pattern),
-        contestants=(
-            *(contestant(read, k == 0) for k, read in enumerate(reads)),
-            *(
-                peer_contestant(bench, p, data, peer_batch, peer_clients, name, cold=True)
-                for p in peers
-            ),
-        ),
-        prepare=data.make,
-        labels={"state": "cold", "bytes": data.mean, "batch": peer_batch, "clients": peer_clients},
-    )
+    def _row(self, way: str, rates: list[float], ceiling: list[float]) -> dict[str, Any]:
+        ratios = [rate / most for rate, most in zip(rates, ceiling, strict=True)]
+        value, limit = statistics.median(ratios), self.limits[way]
+        return {
+            "name": f"{self.name}/{way}",
+            "contestant": f"ffserve {way}",
+            "yardstick": self.ceiling,
+            "value": value,
+            "low": min(ratios),
+            "high": max(ratios),
+            "limit": limit,
+            "reached": None if limit is None or self.is_substitute else value >= limit,
+            "turns": len(ratios),
+            "mb_s": statistics.median(rates) / 1e6,
+            "yardstick_mb_s": statistics.median(ceiling) / 1e6,
+        }
 
 
-def stream(bench: Bench, data: BenchmarkData, limit: float | None) -> Group:
-    """Return a group that reads from the first sample to the last, with and without a daemon."""
-    name = f"stream/{data.name}"
-
-    def contestant(read: ColdRead) -> Contestant:
-        row = Row(f"{name}/{read.name}", f"{FFSERVE} in order, {read.name}", ratio, limit=limit)
-        return Contestant(f"{FFSERVE} {read.name}", lambda: read.run(bench, data), (row,))
-
-    return Group(
-        title=f"from first to last, {data.name}",
-        yardstick=disk(bench, data, contestants.STREAM_DEPTH, "stream"),
-        contestants=(
-            contestant(ColdRead("daemon", "in_order", 64)),
-            contestant(ColdRead("engine", "in_order", 64, daemon=False)),
-        ),
-        prepare=data.make,
-        labels={"state": "stream", "bytes": data.mean, "clients": 1},
-    )
+def comparisons(data: BenchmarkData, seconds: float) -> list[Comparison]:
+    """Return all comparisons for a data set, with runs of so many seconds."""
+    return [
+        _hot(data, seconds),
+        _cold(data, seconds, 128, {"in_flight": 0.95, "batch256": 0.8}),
+        _cold(data, seconds, 64, {"batch64": 0.8}),
+    ]
 
 
-def peer_contestant(
-    bench: Bench,
-    peer: Peer,
-    data: BenchmarkData,
-    batch: int,
-    clients: int,
-    name: str,
-    *,
-    cold: bool,
-) -> Contestant:
-    """Return a peer that reads the same samples in the same batches.
+def _hot(data: BenchmarkData, seconds: float) -> Comparison:
+    case = {"sample_size": data.mean, "count": data.count, "batch": HOT_BATCH, "seed": 1}
+    case["once"] = False
 
-    Args: cold: from disk, with as much page cache as a daemon's arena, where a cgroup can be made.
-    """
-
-    def run() -> Result:
-        if peer.name in bench.hung:
-            raise ContestantFailed(bench.hung[peer.name])
-        try:
-            return run_once()
-        except ContestantHung as error:
-            bench.hung[peer.name] = str(error)
-            raise
-
-    def run_once() -> Result:
-        files_path = peer.files_path(bench.folder, data)
-        if not os.path.exists(files_path):
-            bench.run(
-                "ffserve.bench.peers:prepare", peer=peer.name, folder=bench.folder,
-                installation=peer.installation, samples=dataclasses.asdict(data),
-            )  # fmt: skip
-        files = files_below(files_path)
-        if cold:
-            bench.from_disk(files)
-        with contextlib.ExitStack() as stack:
-            group = None
-            if not cold:
-                stack.enter_context(held_in_memory(files))
-            elif cgroup.missing() is None:
-                group = stack.enter_context(cgroup.limited(memory_size=cgroup.UNLIMITED))
-            running = stack.enter_context(
-                bench.start(
-                    "ffserve.bench.peers:read", data, peer=peer.name, files_path=files_path,
-                    installation=peer.installation, imports=[peer.module] if peer.forks else [],
-                    batch=batch, clients=clients, once=cold, timeout_s=PEER_TIMEOUT_S,
-                    before_exec=group.join if group is not None else None,
+    @contextlib.contextmanager
+    def ways() -> Iterator[Ways]:
+        with (
+            processes.daemon(data.roots, 64 * MIB + 2 * data.size) as daemon,
+            ffserve.open(data.paths, server=daemon.socket) as reader,
+        ):
+            daemon.await_arena()
+            for _ in reader.batches(range(data.count)):
+                pass
+            before = daemon.status()["cache"]["blocks_read"]
+            yield {
+                "read_batch": lambda: rate_of(
+                    ceilings.delivering(case, lambda some: reader.read_batch(some).buffer.nbytes),
+                    seconds,
+                ),
+                "read": lambda: rate_of(
+                    ceilings.delivering(
+                        case, lambda some: sum(sample.nbytes for sample in reader.read(some))
+                    ),
+                    seconds,
+                ),
+            }
+            if daemon.status()["cache"]["blocks_read"] > before:
+                raise FFServeError(
+                    f"the daemon read from disk in a hot run: its arena does not hold {data.size} "
+                    "bytes"
                 )
-            )  # fmt: skip
-            if group is not None:
-                stack.enter_context(group.keeping_cached(cold_memory(data)))
-            running.begin()
-            return running.finish()
 
-    description = f"{peer.name}, in order" if peer.in_order else peer.name
-    row = Row(f"{name}/{peer.name}", description, ratio)
-    return Contestant(peer.name, run, (row,), optional=True)
-
-
-def installed_peers() -> tuple[list[Peer], list[str]]:
-    """Return the peers that can take part, and a line about each that cannot."""
-    reasons = {peer: peer.missing for peer in PEERS}
-    notes = [f"{peer.name}: {reason}" for peer, reason in reasons.items() if reason is not None]
-    if (reason := cgroup.missing()) is not None:
-        notes.append(f"packages that read from disk may keep all of the data in memory: {reason}")
-    return [peer for peer, reason in reasons.items() if reason is None], notes
+    return Comparison(
+        name=f"hot/{data.name}/batch{HOT_BATCH}/clients1",
+        title=f"hot, {data.name}, batches of {HOT_BATCH}, 1 client",
+        limits={"read_batch": 0.85, "read": None},
+        ceiling="memcpy",
+        is_substitute=False,
+        ceiling_rate=lambda: rate_of(ceilings.memcpy(case), seconds),
+        ways=ways,
+    )
 
 
-def standard(bench: Bench, sets: Sequence[BenchmarkData], peers: Sequence[Peer]) -> list[Group]:
-    """Return the groups of `ffserve bench`."""
-    cpu_limits = {4096: 4.0, 100 * 1024: 13.0}
-    groups = []
-    for data in sets:
-        groups += [
-            hot(bench, data, 256, 1, {"read_batch": 0.85, "read": None}, peers),
-            hot(bench, data, 64, 2, {"read_batch": 0.85}),
-            cold(
-                bench, data, DEPTH,
-                [
-                    ColdRead("in_flight", "in_flight", 64, limit=0.95),
-                    ColdRead("batch256", "read_batch", 256, limit=0.8),
-                ],
-                peers,
-                cpu_limit=cpu_limits.get(data.mean),
-            ),
-            cold(bench, data, 64, [ColdRead("batch64", "read_batch", 64, limit=0.8)]),
-        ]  # fmt: skip
-    return groups
+def _cold(
+    data: BenchmarkData, seconds: float, depth: int, limits: dict[str, float | None]
+) -> Comparison:
+    """Every sample is read once, in random order, by a new daemon."""
+    arena = max(64 * MIB, min(COLD_ARENA_SIZE, data.size // 2))
+    order = np.random.default_rng(1).permutation(data.count)
+
+    def in_flight(reader: ffserve.Reader, size: int) -> Delivered:
+        for batch in reader.batches(order, count=size, size=1 << 40):
+            yield len(batch), batch.buffer.nbytes
+
+    def by_batches(reader: ffserve.Reader, size: int) -> Delivered:
+        for first in range(0, data.count - size + 1, size):
+            batch = reader.read_batch(order[first : first + size])
+            yield len(batch), batch.buffer.nbytes
+
+    def run(read: Callable[[ffserve.Reader, int], Delivered], batch: int) -> float:
+        evict(data.paths)
+        size = min(batch, max(1, data.count // 4))  # a small data set must last for some batches
+        warm = min(WARM_BATCHES, data.count // size - 1)
+        with processes.daemon(data.roots, arena) as daemon:
+            daemon.await_arena()
+            with ffserve.open(data.paths, server=daemon.socket) as reader:
+                return rate_of(read(reader, size), seconds, warm)
+
+    def disk() -> float:
+        evict(data.paths)
+        if ceilings.has_fio():
+            figures = ceilings.fio(data.paths, data.mean, depth, seconds)
+            return float(figures["size"] / figures["seconds"])
+        case = {"sample_size": data.mean, "count": data.count, "paths": data.paths, "seed": 1}
+        return rate_of(ceilings.raw_reads({**case, "batch": ceilings.RAW_THREADS}), seconds)
+
+    found: Ways = {
+        "in_flight": lambda: run(in_flight, IN_FLIGHT),
+        "batch256": lambda: run(by_batches, 256),
+        "batch64": lambda: run(by_batches, 64),
+    }
+    substitute = f"{ceilings.RAW_THREADS} Python threads of preadv (no fio)"
+    return Comparison(
+        name=f"cold/{data.name}/depth{depth}",
+        title=f"cold, {data.name}, against {depth} reads in flight",
+        limits=limits,
+        ceiling=f"fio at depth {depth}" if ceilings.has_fio() else substitute,
+        is_substitute=not ceilings.has_fio(),
+        ceiling_rate=disk,
+        ways=lambda: contextlib.nullcontext(found),
+    )
 
 
-def _client_count(clients: int) -> str:
-    return "1 client" if clients == 1 else f"{clients} clients"
+def rate_of(delivered: Delivered, seconds: float, warm: int = WARM_BATCHES) -> float:
+    """Warm up, read for so many seconds, and return bytes a second.
 
-
-def _miss_us(result: Result, base: Result | None) -> float:
-    return result.daemon["cpu_s"] / max(1.0, result.daemon["blocks_read"]) * 1e6
-
-
-def _miss_share(result: Result, base: Result | None) -> float:
-    assert base is not None
-    return _miss_us(result, base) / base.cpu_us
+    Raises: UsageError when nothing is left to read after the warm-up.
+    """
+    for _ in range(warm):
+        next(delivered, None)
+    size = 0
+    started = now = time.perf_counter()
+    for batch in delivered:
+        assert isinstance(batch, tuple)
+        size += batch[1]
+        now = time.perf_counter()
+        if now - started >= seconds:
+            break
+    delivered.close()
+    if not size:
+        raise UsageError("no samples were left after the warm-up: the data set is too small")
+    return size / (now - started)

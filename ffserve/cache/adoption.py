@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ffserve.cache.arena import SMALLEST_SLOT, Arena, Int64s, SlabTables
+from ffserve.cache.arena import SMALLEST_SLOT, Arena, SlabTables
 from ffserve.cache.cache import Cache
 from ffserve.cache.tables import LARGEST_SHARED_BLOCK, Blocks
+from ffserve.dtypes import Bytes, Int32s, Int64s
 from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT, Slabs
 
 _STATE = 0x7F
@@ -167,7 +167,7 @@ def _existing(arena: Arena, tables: SlabTables, head_of: Int64s, slots: Int64s) 
     return existing
 
 
-def _found(arena: Arena, tables: SlabTables, heads: Int64s, states: NDArray[np.uint8]) -> Int64s:
+def _found(arena: Arena, tables: SlabTables, heads: Int64s, states: Bytes) -> Int64s:
     """Return the slots in which samples were found, rising."""
     parts = [np.zeros(0, np.int64)]
     counts = tables.runs[heads] * arena.slab_size // tables.sizes[heads]
@@ -211,6 +211,6 @@ def _enter(cache: Cache, found: Int64s, rows: Int64s) -> None:
         mine = of_slot == group
         if mine.any():
             policy.enter(found[mine], group, int(sizes[mine].sum()))
-    classes: NDArray[np.int32] = arena.slab_class[found // arena.slots_per_slab]
+    classes: Int32s = arena.slab_class[found // arena.slots_per_slab]
     for size_class in np.unique(arena.slab_class[arena.slab_class >= 0]).tolist():
         policy.admit(found[classes == size_class], size_class)

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ffserve.cache.arena import Arena, first_run, joined
 from ffserve.cache.policy import Policy
 from ffserve.cache.tables import ShardTable
+from ffserve.dtypes import Bools, Floats, Int64s
 from ffserve.engine.slots import FAILED, LOADING, RESIDENT, Slots
 
 STEAL_WINDOW = 256
@@ -40,7 +40,6 @@ GIVING_PAUSE_S = 2e-6
 RETIRE_WINDOW = 16
 """Slabs emptied together when the arena shrinks: 5 ms with slots of 4 KiB."""
 
-Int64s: TypeAlias = NDArray[np.int64]
 Retract: TypeAlias = Callable[[Int64s, Int64s, Int64s, Int64s], None]
 """Make blocks unreadable: firsts, counts, slot offsets, slot sizes. After it returns, no reader
 accepts the old bytes."""
@@ -195,9 +194,7 @@ class Allocator:
         self._evict(victims)
         return victims, others
 
-    def _take_runs(
-        self, sizes: Int64s, domain: int, latest: float | None
-    ) -> tuple[Int64s, NDArray[np.bool_]]:
+    def _take_runs(self, sizes: Int64s, domain: int, latest: float | None) -> tuple[Int64s, Bools]:
         """Return a large slot for each size, -1 where there is none, and which are expendable."""
         slots, expendable = np.full(len(sizes), -1, np.int64), np.zeros(len(sizes), np.bool_)
         for row, size in enumerate(sizes.tolist()):
@@ -409,19 +406,17 @@ class Allocator:
                 return low + found, not wanted[found : found + need].any()
         return None
 
-    def _busy(self, heads: Int64s, low: int, high: int) -> NDArray[np.bool_]:
+    def _busy(self, heads: Int64s, low: int, high: int) -> Bools:
         """Return whether each slab of [low, high) has a busy slot. A slab inside a large slot
         counts as its first slab."""
         first, per_slab = int(heads[low]), self._arena.slots_per_slab
         span = slice(first * per_slab, high * per_slab)
         states = self._state[span]
         busy = (states == LOADING) | (states == FAILED) | (self._slots.pins[span] > 0)
-        in_slab: NDArray[np.bool_] = busy.reshape(-1, per_slab).any(axis=1)[heads[low:high] - first]
+        in_slab: Bools = busy.reshape(-1, per_slab).any(axis=1)[heads[low:high] - first]
         return in_slab
 
-    def _worth(
-        self, heads: Int64s, low: int, high: int
-    ) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
+    def _worth(self, heads: Int64s, low: int, high: int) -> tuple[Bools, Floats]:
         """Return for each slab of [low, high): whether it has a sample of an open shard; how many
         slots are worth keeping (those wanted late count less). Large slots as in `_busy`."""
         first, per_slab = int(heads[low]), self._arena.slots_per_slab
@@ -480,19 +475,19 @@ class Allocator:
         np.not_equal(held[1:], held[:-1], out=each[1:])
         return held[each]
 
-    def _usable(self, slots: Int64s) -> NDArray[np.bool_]:
+    def _usable(self, slots: Int64s) -> Bools:
         usable = self._slots.usable(slots)
         if self._arena.open_count < self._arena.slab_count:
             usable &= self._arena.within(slots)
         return usable
 
-    def _usable_idle(self, slots: Int64s) -> NDArray[np.bool_]:
+    def _usable_idle(self, slots: Int64s) -> Bools:
         return self._usable(slots) & ~self._wanted(slots)
 
-    def _wanted(self, slots: Int64s) -> NDArray[np.bool_]:
+    def _wanted(self, slots: Int64s) -> Bools:
         """Return for each resident slot whether a session has its shard open."""
         sessions: Int64s = self._shards.sessions[self._shards.rows(self._slots.firsts[slots])]
-        wanted: NDArray[np.bool_] = sessions > 0
+        wanted: Bools = sessions > 0
         return wanted
 
     def _classes(self, slots: Int64s) -> Int64s:
@@ -501,7 +496,7 @@ class Allocator:
         return classes
 
 
-def _parts(size_class: int, slots: Int64s, expendable: NDArray[np.bool_]) -> list[Part]:
+def _parts(size_class: int, slots: Int64s, expendable: Bools) -> list[Part]:
     taken = slots >= 0
     parts = [
         (size_class, slots[taken & expendable], True),

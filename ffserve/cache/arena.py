@@ -22,11 +22,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ffserve.dtypes import Bools, Int32s, Int64s
 from ffserve.errors import UsageError
 
 SLAB_SIZE = 4 * 1024 * 1024
@@ -53,7 +53,6 @@ _FREE = -1
 _RETIRED = -3
 """The class of slabs beyond the size."""
 _ALL = slice(None)
-Int64s: TypeAlias = NDArray[np.int64]
 _NO_SLOTS: Int64s = np.zeros(0, np.int64)
 
 
@@ -70,11 +69,11 @@ class FreeSlots:
         return self.count
 
     @property
-    def held(self) -> NDArray[np.int64]:
+    def held(self) -> Int64s:
         """The slots; valid until the next call."""
         return self.slots[: self.count]
 
-    def add(self, slots: NDArray[np.int64]) -> None:
+    def add(self, slots: Int64s) -> None:
         """Append slots."""
         end = self.count + len(slots)
         if end > len(self.slots):
@@ -84,14 +83,14 @@ class FreeSlots:
         self.slots[self.count : end] = slots
         self.count = end
 
-    def take(self, count: int) -> NDArray[np.int64]:
+    def take(self, count: int) -> Int64s:
         """Remove up to `count` slots, the last one first."""
         start = max(self.count - count, 0)
         taken = self.slots[start : self.count][::-1].copy()
         self.count = start
         return taken
 
-    def keep(self, kept: NDArray[np.bool_]) -> None:
+    def keep(self, kept: Bools) -> None:
         """Keep only some of the slots, in their order."""
         self.slots = self.held[kept]
         self.count = len(self.slots)
@@ -107,9 +106,9 @@ class SlabTables(NamedTuple):
     0 the others are valid, whenever the process is killed.
     """
 
-    sizes: NDArray[np.int64]
-    runs: NDArray[np.int64]
-    domains: NDArray[np.int32]
+    sizes: Int64s
+    runs: Int64s
+    domains: Int32s
 
 
 class Arena:
@@ -178,7 +177,7 @@ class Arena:
         self.add_domain()
         self.resize(size // self.slab_size)
 
-    def slabs_of(self, slots: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    def slabs_of(self, slots: Sequence[Int64s]) -> Int64s:
         """Return the slabs, each once, that these slots lie in."""
         if not slots:
             return np.zeros(0, np.int64)
@@ -246,7 +245,7 @@ class Arena:
         low = domain * self.class_count
         return int(np.count_nonzero((classes >= low) & (classes < low + self.class_count)))
 
-    def retiring(self) -> NDArray[np.int64]:
+    def retiring(self) -> Int64s:
         """Return the slabs beyond the size that are not empty yet."""
         return self.open_count + np.flatnonzero(
             self.slab_class[self.open_count : self.slab_count] != _RETIRED
@@ -310,18 +309,18 @@ class Arena:
         """The most slabs that are emptied with one of them."""
         return max(self._class_runs)
 
-    def classes(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    def classes(self, sizes: Int64s) -> Int64s:
         """Return the rank of the size class of each size; `large` for those larger than a slab."""
-        found: NDArray[np.int64] = self._by_size[self._rising.searchsorted(sizes)]
+        found: Int64s = self._by_size[self._rising.searchsorted(sizes)]
         return found
 
     def by_class(
         self,
-        sizes: NDArray[np.int64],
+        sizes: Int64s,
         smallest: int,
         largest: int,
-        domains: int | NDArray[np.int32] = 0,
-    ) -> list[tuple[int, NDArray[np.int64] | slice]]:
+        domains: int | Int32s = 0,
+    ) -> list[tuple[int, Int64s | slice]]:
         """Return each size class of these sizes with the rows that have it; mostly there is one.
 
         Args: smallest, largest: bounds of the sizes. domains: of all, or of each.
@@ -332,21 +331,21 @@ class Arena:
         classes = self.classes(sizes) + domains * np.int64(self.class_count)
         return [(c, np.flatnonzero(classes == c)) for c in np.unique(classes).tolist()]
 
-    def offsets(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+    def offsets(self, slots: Int64s) -> Int64s:
         """Return the byte offset of each slot in use."""
-        offsets: NDArray[np.int64] = self._offset[slots]
+        offsets: Int64s = self._offset[slots]
         return offsets
 
-    def sizes(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+    def sizes(self, slots: Int64s) -> Int64s:
         """Return the size in bytes of each slot in use."""
-        sizes: NDArray[np.int64] = self._size[slots]
+        sizes: Int64s = self._size[slots]
         return sizes
 
-    def tables(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def tables(self) -> tuple[Int64s, Int64s]:
         """Return the offsets and sizes of all slots up to the limit; the arrays stay in place."""
         return self._offset, self._size
 
-    def take(self, size_class: int, count: int) -> NDArray[np.int64]:
+    def take(self, size_class: int, count: int) -> Int64s:
         """Take up to `count` slots, at least 1, of a class that are free or can be cut from a free
         slab."""
         if any(self._free_slabs):
@@ -458,7 +457,7 @@ class Arena:
         self._slot_size[start] = need * self.slab_size
         return start * self.slots_per_slab
 
-    def free(self, slots: NDArray[np.int64]) -> None:
+    def free(self, slots: Int64s) -> None:
         """Free slots; slabs that become empty return to the common pool."""
         if len(slots) == 0:
             return
@@ -485,13 +484,13 @@ class Arena:
             own = self._free_slabs[int(self.slab_domain[slab])]
             own.extend(range(end - 1, slab - 1, -1))
 
-    def _add_free(self, slots: NDArray[np.int64], classes: NDArray[np.int32]) -> None:
+    def _add_free(self, slots: Int64s, classes: Int32s) -> None:
         for size_class in np.unique(classes).tolist():
             self._free_slots[size_class].add(slots[classes == size_class])
 
-    def free_slabs(self, low: int, high: int) -> NDArray[np.bool_]:
+    def free_slabs(self, low: int, high: int) -> Bools:
         """Return which of the slabs [low, high) belong to no class."""
-        free: NDArray[np.bool_] = self.slab_class[low:high] == _FREE
+        free: Bools = self.slab_class[low:high] == _FREE
         return free
 
     # ---- a successor ------------------------------------------------------------------------
@@ -502,7 +501,7 @@ class Arena:
         tables.sizes[:] = self._slot_size
         self._slot_size, self._run_length, self.slab_domain = tables
 
-    def adopt(self, tables: SlabTables, heads: Int64s, taken: NDArray[np.bool_]) -> None:
+    def adopt(self, tables: SlabTables, heads: Int64s, taken: Bools) -> None:
         """Take over slabs as a predecessor has cut them, in an arena of which nothing is in use. It
         becomes as large as that needs.
 
@@ -564,10 +563,10 @@ class Arena:
     def _rank_of(self, size: int) -> int:
         return int(np.flatnonzero(self.class_sizes == size)[0])
 
-    def within(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def within(self, slots: Int64s) -> Bools:
         """Return which slots lie within the size, with all of the run that they were cut from."""
         slabs = slots // self.slots_per_slab
-        within: NDArray[np.bool_] = slabs + self._run_length[slabs] <= self.open_count
+        within: Bools = slabs + self._run_length[slabs] <= self.open_count
         return within
 
     def members(self, slab: int) -> tuple[int, int]:
@@ -577,14 +576,14 @@ class Arena:
             head -= 1
         return head * self.slots_per_slab, (slab + 1) * self.slots_per_slab
 
-    def heads(self) -> NDArray[np.int64]:
+    def heads(self) -> Int64s:
         """Return for each slab the slab whose slots cover it: itself, or the first of its run."""
         heads = np.arange(self.slab_count)
         heads[self._inside_run[: self.slab_count]] = 0
         return np.maximum.accumulate(heads)
 
 
-def joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+def joined(parts: Sequence[Int64s]) -> Int64s:
     """Concatenate arrays of slots; a sole one that is not empty is not copied."""
     filled = [part for part in parts if len(part)]
     if len(filled) == 1:
@@ -592,7 +591,7 @@ def joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     return np.concatenate(filled) if filled else _NO_SLOTS
 
 
-def first_run(free: NDArray[np.bool_], need: int) -> int | None:
+def first_run(free: Bools, need: int) -> int | None:
     """Return the start of the first run of at least `need` True values."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], free.astype(np.int8), [0]))))
     starts, ends = edges[::2], edges[1::2]
@@ -600,7 +599,7 @@ def first_run(free: NDArray[np.bool_], need: int) -> int | None:
     return int(fitting[0]) if len(fitting) else None
 
 
-def _class_sizes(slab_size: int) -> NDArray[np.int64]:
+def _class_sizes(slab_size: int) -> Int64s:
     """Return eight sizes per doubling, each grown by what its slab would waste."""
     counts: list[int] = []
     size = SMALLEST_SLOT

@@ -18,20 +18,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ffserve.cache.allocator import Allocator, CacheCounters, Part, Retract
 from ffserve.cache.arena import Arena
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.policy import Policy
 from ffserve.cache.tables import Blocks, Directory, ShardTable
+from ffserve.dtypes import Bools, Bytes, Int32s, Int64s
 from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT, Slots
 from ffserve.errors import STATUS_TOO_LARGE, Failure
-
-Int64s: TypeAlias = NDArray[np.int64]
 
 FITTED, FITTED_OF_EACH = 4096, 64
 """Blocks that are examined for being all of one size: of all shards that are opened together, and
@@ -132,8 +129,8 @@ class Cache:
         shards: ShardTable,
         retract: Retract,
         next_use: NextUse | None = None,
-        states: NDArray[np.uint8] | None = None,
-        leases: NDArray[np.int32] | None = None,
+        states: Bytes | None = None,
+        leases: Int32s | None = None,
     ) -> None:
         self.arena = arena
         self.shards = shards
@@ -281,7 +278,7 @@ class Cache:
                 return None, end, returned
         return self._start(fetch, blocks, slots, parts, group), end, returned
 
-    def _refuse_too_large(self, fetch: Fetch, part: Int64s, blocks: Blocks) -> NDArray[np.bool_]:
+    def _refuse_too_large(self, fetch: Fetch, part: Int64s, blocks: Blocks) -> Bools:
         """Fail the samples of blocks that exceed the whole arena; return which blocks do not."""
         fits = blocks.sizes <= self.arena.size
         for column in np.flatnonzero(~fits).tolist():

@@ -30,7 +30,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.cache.arena import SMALLEST_SLOT, Int64s, SlabTables
+from ffserve.cache.arena import SMALLEST_SLOT, SlabTables
+from ffserve.dtypes import Bytes, Int32s, Int64s
 from ffserve.errors import ReadError
 from ffserve.system.memfd import MemoryFile, SharedMemory
 
@@ -143,8 +144,8 @@ class Inventory:
             table("runs", np.int64, slabs),
             table("slab_domains", np.int32, slabs),
         )
-        self.states: NDArray[np.uint8] = table("states", np.uint8, slots)
-        self.leases: NDArray[np.int32] = table("leases", np.int32, slots)
+        self.states: Bytes = table("states", np.uint8, slots)
+        self.leases: Int32s = table("leases", np.int32, slots)
         self._shards = table("shards", SHARD, MOST_SHARDS)
         self._shard_bytes = self._shards.view(np.uint8).data
         self._row_of: dict[int, int] = {}

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from math import exp
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ffserve.cache.orders import PARTS, Order
+from ffserve.cache.orders import PARTS, AnnouncedOrder
+from ffserve.dtypes import Bools, Floats, Int64s
 from ffserve.engine.slots import mark
 
 MOST_EPOCHS = 4
@@ -45,9 +45,7 @@ FADE = 0.98
 USUAL = 16
 """Reports over which the usual step is a mean, as it fades."""
 
-Int64s = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Table = tuple[Order, Floats]
+Table = tuple[AnnouncedOrder, Floats]
 _NONE: Int64s = np.zeros(0, np.int64)
 
 
@@ -100,7 +98,7 @@ class JobProgress:
         self.pace = Pace()
         self.last_used: float | None = None
         # of a job that announces
-        self.orders: dict[int, Order] = {}
+        self.orders: dict[int, AnnouncedOrder] = {}
         self.epoch = 0
         self.position = 0
         self.front = 0
@@ -128,7 +126,7 @@ class JobProgress:
         self._tables: list[Table] = []
         self._tables_until = 0.0
         # of a silent job
-        self.seen: NDArray[np.bool_] | None = None
+        self.seen: Bools | None = None
         self.seen_count = 0
         self.replacement = False
         self._repeats = 0
@@ -136,7 +134,7 @@ class JobProgress:
     # ---- orders ---------------------------------------------------------------------------
 
     @property
-    def order(self) -> Order | None:
+    def order(self) -> AnnouncedOrder | None:
         """The order of the current epoch."""
         return self.orders.get(self.epoch)
 
@@ -148,7 +146,7 @@ class JobProgress:
     def announced(
         self,
         epoch: int,
-        order: Order,
+        order: AnnouncedOrder,
         name: str | None,
         announcer: object,
         now: float,
@@ -308,7 +306,7 @@ class JobProgress:
         here = (parts >= order.part(self.position)) & (parts <= order.part(min(end, order.count)))
         order.pass_over(numbers[here])
 
-    def _found(self, order: Order, part: int, number: int) -> None:
+    def _found(self, order: AnnouncedOrder, part: int, number: int) -> None:
         """A sample in this part was requested: move the front behind it."""
         start = max(order.edge(part), self.front)
         edge = order.edge(part + 1)
@@ -400,7 +398,7 @@ class JobProgress:
             tables.append((following, after))
         return tables
 
-    def expected(self, now: float) -> tuple[NDArray[np.bool_] | None, int, float, float]:
+    def expected(self, now: float) -> tuple[Bools | None, int, float, float]:
         """Return how likely a silent job is to want samples: the samples that it has seen, or None
         where that tells nothing; the first of these; the chance per second that it wants one that
         it has seen, and one that it has not."""

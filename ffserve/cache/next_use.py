@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from weakref import WeakSet
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ffserve.cache.jobs import JobProgress
-from ffserve.cache.orders import Arriving, Order, Steps, done
+from ffserve.cache.orders import AnnouncedOrder, Arriving, Steps, done
+from ffserve.dtypes import Int64s
 from ffserve.engine.slots import Future, SilentJobs
 from ffserve.errors import UsageError
 
@@ -29,8 +29,6 @@ FEW_JOBS = 4
 2 us per job."""
 MOMENTS, LONGEST_MOMENT_S = 64, 0.1
 """Instead, this many times in the rest of the epoch that ends first, and at least so often."""
-
-Int64s = NDArray[np.int64]
 
 
 class Group:
@@ -260,7 +258,7 @@ class NextUse:
         self,
         progress: JobProgress,
         epoch: int,
-        order: Order,
+        order: AnnouncedOrder,
         name: str | None,
         announcer: object,
         now: float,
@@ -272,7 +270,7 @@ class NextUse:
         self,
         progress: JobProgress,
         epoch: int,
-        order: Order,
+        order: AnnouncedOrder,
         name: str | None,
         announcer: object,
         now: float,

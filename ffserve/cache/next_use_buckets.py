@@ -29,10 +29,10 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ffserve.cache.arena import Arena, joined
 from ffserve.cache.next_use import Group, NextUse
+from ffserve.dtypes import Bools, Int32s, Int64s
 from ffserve.engine.slots import MIXED, NO_KEY, Residents, by_key
 
 NONE = NO_KEY
@@ -54,9 +54,7 @@ READY_SHARE, MOST_READY = 96, 4096
 MOST_LOOKED_AT = 4096
 """Residents that one search examines at most, before it takes what it has found."""
 
-Int64s: TypeAlias = NDArray[np.int64]
-Int32s: TypeAlias = NDArray[np.int32]
-Usable: TypeAlias = Callable[[Int64s], NDArray[np.bool_]]
+Usable: TypeAlias = Callable[[Int64s], Bools]
 """Return which of these slots can be evicted now."""
 _NO_SLOTS: Int64s = np.zeros(0, np.int64)
 _ALL = slice(None)
@@ -157,7 +155,7 @@ class NextUseBuckets:
     Args: arena: of the slots. pins: int[slots], of the cache.
     """
 
-    def __init__(self, arena: Arena, pins: NDArray[np.int32]) -> None:
+    def __init__(self, arena: Arena, pins: Int32s) -> None:
         self._arena = arena
         self._pins = pins
         # Sized for the largest arena; only the part that was ever used takes memory.
@@ -295,7 +293,7 @@ class EvictionSearch:
     """
 
     def __init__(
-        self, buckets: NextUseBuckets, next_use: NextUse, first: Int64s, count: NDArray[np.int32]
+        self, buckets: NextUseBuckets, next_use: NextUse, first: Int64s, count: Int32s
     ) -> None:
         self._buckets = buckets
         self._next_use = next_use

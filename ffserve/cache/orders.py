@@ -16,8 +16,8 @@ from collections.abc import Generator
 from typing import TypeAlias, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ffserve.dtypes import Bytes, Int64s, UInt32s
 from ffserve.engine.slots import OrderParts
 from ffserve.errors import SampleIndexError, UsageError
 
@@ -35,10 +35,6 @@ STEP_COUNT, STEP_SIZE = 16_384, 1 << 20
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]
 """A calculation in steps: the daemon serves others in between."""
-Int64s = NDArray[np.int64]
-Bytes = NDArray[np.uint8]
-Piece = NDArray[np.uint32]
-"""Sample numbers less the lowest of the dataset, which are below 2^32: see `tables.CAPACITY`."""
 
 
 def done(steps: Steps[T]) -> T:
@@ -51,13 +47,14 @@ def done(steps: Steps[T]) -> T:
         return result
 
 
-class Order:
+class AnnouncedOrder:
     """A complete order, made by `Arriving.finishing`.
 
     Args:
         count: positions. low: the lowest sample number of the dataset.
         table: uint8[span]: part, from 1, of sample `low` + k.
-        pieces: sample numbers less `low`, PIECE each but the last.
+        pieces: sample numbers less `low` (below 2^32: see `tables.CAPACITY`), PIECE each but the
+           last.
         following: uint8[count] or None: the part in which the sample at a position comes again.
     """
 
@@ -66,7 +63,7 @@ class Order:
         count: int,
         low: int,
         table: Bytes,
-        pieces: list[Piece | None],
+        pieces: list[UInt32s | None],
         following: Bytes | None,
     ) -> None:
         self.count = count
@@ -76,7 +73,7 @@ class Order:
         self.following = following
         self._pieces = pieces
         self._position = 0
-        self.like: tuple[Order, bool] | None = None
+        self.like: tuple[AnnouncedOrder, bool] | None = None
         """The order of the epoch after, and whether it visits the same samples."""
 
     @property
@@ -131,7 +128,7 @@ class Order:
         assert self.following is None
         self.table[numbers - self.low] = 0
 
-    def same(self, other: Order) -> Steps[bool]:
+    def same(self, other: AnnouncedOrder) -> Steps[bool]:
         """Return whether both visit the same samples in the same order, as far as both still hold
         them."""
         if (self.count, self.low, len(self.table)) != (other.count, other.low, len(other.table)):
@@ -142,13 +139,13 @@ class Order:
             yield None
         return True
 
-    def share(self, other: Order) -> None:
+    def share(self, other: AnnouncedOrder) -> None:
         """Share the pieces of an order that is the `same`."""
         self._pieces = [
             a if b is None else b for a, b in zip(self._pieces, other._pieces, strict=True)
         ]
 
-    def compare(self, following: Order) -> Steps[None]:
+    def compare(self, following: AnnouncedOrder) -> Steps[None]:
         """Find out whether the order of the epoch after visits all samples left in this one: sets
         `like`."""
         same = (self.count, self.low, len(self.table)) == (
@@ -202,7 +199,7 @@ class Arriving:
         self._low = low
         self._replacement = replacement
         self._table = np.zeros(span, np.uint8)
-        self._pieces: list[Piece] = []
+        self._pieces: list[UInt32s] = []
 
     def add(self, numbers: Int64s) -> None:
         """Add the next positions; the numbers are of the dataset.
@@ -228,11 +225,11 @@ class Arriving:
             self._pieces[k][offset : offset + len(run)] = run - self._low
             at += len(run)
 
-    def finish(self) -> Order:
+    def finish(self) -> AnnouncedOrder:
         """As `finishing`, in one step."""
         return done(self.finishing())
 
-    def finishing(self) -> Steps[Order]:
+    def finishing(self) -> Steps[AnnouncedOrder]:
         """Return the order when all of it was received.
 
         Raises:
@@ -244,7 +241,7 @@ class Arriving:
             raise UsageError(
                 f"the order ends after {self.arrived} of the {self.count} positions announced"
             )
-        order = Order(self.count, self._low, self._table, list(self._pieces), None)
+        order = AnnouncedOrder(self.count, self._low, self._table, list(self._pieces), None)
         if self._replacement:
             order.following = yield from self._link(order)
             return order
@@ -257,7 +254,7 @@ class Arriving:
             raise SampleIndexError("the order visits a sample more than once", index=twice)
         return order
 
-    def _link(self, order: Order) -> Steps[Bytes]:
+    def _link(self, order: AnnouncedOrder) -> Steps[Bytes]:
         """Compute `following`, from the last part to the first."""
         following = np.zeros(self.count, np.uint8)
         for part in range(PARTS, 0, -1):
@@ -274,7 +271,7 @@ class Arriving:
                 yield None
         return following
 
-    def _first_repeated(self, order: Order) -> Steps[int]:
+    def _first_repeated(self, order: AnnouncedOrder) -> Steps[int]:
         seen = np.zeros(len(self._table), np.bool_)
         for start in range(0, self.count, STEP_COUNT):
             numbers = order.numbers(start, start + STEP_COUNT)

@@ -23,10 +23,7 @@ There is no clock and no lock. The cache knows which slots are usable: resident 
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import numpy as np
-from numpy.typing import NDArray
 
 from ffserve.cache.arena import Arena, joined
 from ffserve.cache.next_use import NextUse
@@ -42,6 +39,7 @@ from ffserve.cache.next_use_buckets import (
     NextUseBuckets,
     Usable,
 )
+from ffserve.dtypes import Floats, Int32s, Int64s
 from ffserve.engine.slots import MIXED
 
 MOST_LOOKED_AT = 65_536
@@ -53,7 +51,6 @@ LOOK_FOR_SURPLUS, LOOKS = 8, 8
 """Every how many searches the expendable residents that are not needed are counted, and after how
 many counts the smallest of these is what can be kept."""
 
-Int64s: TypeAlias = NDArray[np.int64]
 _NO_SLOTS: Int64s = np.zeros(0, np.int64)
 
 
@@ -70,8 +67,8 @@ class Policy:
         arena: Arena,
         next_use: NextUse,
         first: Int64s,
-        count: NDArray[np.int32],
-        pins: NDArray[np.int32],
+        count: Int32s,
+        pins: Int32s,
     ) -> None:
         self._arena = arena
         self._next_use = next_use
@@ -405,7 +402,7 @@ class Policy:
                 self.buckets.put_back(bucket_set, slots[~good], EXPENDABLE)
             bucket_set.surplus = FAR
 
-    def weights(self, slots: Int64s) -> NDArray[np.float64]:
+    def weights(self, slots: Int64s) -> Floats:
         """Return how much each resident is worth keeping: from 0.0, not at all, to 1.0, wanted at
         once or kept by the static rule."""
         keys = self.buckets.key[slots]

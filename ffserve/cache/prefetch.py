@@ -22,9 +22,10 @@ from math import ceil
 
 import numpy as np
 
-from ffserve.cache.cache import Cache, Fetch, Int64s, Load
+from ffserve.cache.cache import Cache, Fetch, Load
 from ffserve.cache.jobs import JobProgress
-from ffserve.cache.orders import Order
+from ffserve.cache.orders import AnnouncedOrder
+from ffserve.dtypes import Int64s
 from ffserve.reads.windows import window_ends
 
 PIECE_COUNT = 128
@@ -310,7 +311,7 @@ class Prefetcher:
         share = WINDOW_SHARE if cursor.window_end else TOTAL_SHARE
         return self._cache.arena.size // share - self._pinned_size
 
-    def _find_window(self, cursor: _Cursor, order: Order) -> None:
+    def _find_window(self, cursor: _Cursor, order: AnnouncedOrder) -> None:
         """Find the window at the cursor's position, if it is a new one, and sort its samples."""
         if not cursor.windowed or len(cursor.window) or cursor.position >= order.count:
             return

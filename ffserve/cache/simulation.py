@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ffserve.cache.arena import Arena
 from ffserve.cache.cache import Cache, Fetch, Load
@@ -21,6 +20,7 @@ from ffserve.cache.next_use import NextUse
 from ffserve.cache.orders import PIECE
 from ffserve.cache.prefetch import Piece, Prefetcher
 from ffserve.cache.tables import SMALL_RECORD_SIZE, Directory, ShardTable
+from ffserve.dtypes import Bools, Int64s
 from ffserve.engine.slots import RESIDENT
 
 REPORT_INTERVAL_S, SLOW_READS_S = 0.01, 0.005
@@ -30,11 +30,9 @@ SAMPLE_SIZE = 4096
 HEAD_SIZE = 12
 """Bytes of the file before the first sample."""
 
-Int64s = NDArray[np.int64]
-
 
 @dataclass
-class Job:
+class SimulatedJob:
     """One training run.
 
     Args:
@@ -88,13 +86,13 @@ def weighted(samples: int, seed: int) -> Callable[[int], Int64s]:
 
 
 @dataclass
-class Result:
+class SimulationResult:
     """The measurements after the warm-up."""
 
     slots: int
     used: int
     reads: int
-    jobs: list[Job]
+    jobs: list[SimulatedJob]
     trace: Int64s
     measured_from: int
     """Index in the trace."""
@@ -127,7 +125,7 @@ class Simulation:
         self,
         samples: int,
         cache_share: float,
-        jobs: list[Job],
+        jobs: list[SimulatedJob],
         *,
         sample_size: int = SAMPLE_SIZE,
         alignment: int = 1,
@@ -164,7 +162,7 @@ class Simulation:
         self._raw_progress: list[JobProgress] = []
         """With preparation; `_progress` is that of the prepared samples then."""
         self._trace: list[Int64s] = []
-        self._events: list[tuple[float, int, Job | Load]] = []
+        self._events: list[tuple[float, int, SimulatedJob | Load]] = []
         """When a job asks for its next batch, or a load ends; with a number that tells which comes
         first of two at the same time."""
         self._event_count = 0
@@ -192,7 +190,7 @@ class Simulation:
         """Samples that the bytes of the memory are enough for."""
         return self.arena.size // (self._prepared_size or self._sample_size)
 
-    def run(self, *, warm_s: float, seconds: float) -> Result:
+    def run(self, *, warm_s: float, seconds: float) -> SimulationResult:
         """Run the jobs until `warm_s`, reset the counts, and run for `seconds` more."""
         for k, job in enumerate(self.jobs):
             job.name = job.name or f"job {k}"
@@ -214,7 +212,7 @@ class Simulation:
             self._prefetch(now)
             if self._check is not None:
                 self._check(self)
-        return Result(
+        return SimulationResult(
             self.slots,
             sum(job.used for job in self.jobs),
             sum(job.reads for job in self.jobs),
@@ -224,7 +222,7 @@ class Simulation:
             sum(job.prepared for job in self.jobs),
         )
 
-    def _join(self, job: Job) -> None:
+    def _join(self, job: SimulatedJob) -> None:
         raw = self.next_use.join(job.name, np.array([self._base]), np.array([self.samples]))
         if self._prepared_size is None:
             self._progress.append(raw)
@@ -240,11 +238,11 @@ class Simulation:
         self._progress.append(progress)
         self._raw_progress.append(raw)
 
-    def _at(self, time_s: float, what: Job | Load) -> None:
+    def _at(self, time_s: float, what: SimulatedJob | Load) -> None:
         self._event_count += 1
         heapq.heappush(self._events, (time_s, self._event_count, what))
 
-    def _step(self, job: Job, progress: JobProgress, now: float) -> float:
+    def _step(self, job: SimulatedJob, progress: JobProgress, now: float) -> float:
         """Let a job use its next batch; return the time of its next request."""
         if job.position == len(job.order):
             job.epoch += bool(len(job.order))
@@ -286,12 +284,12 @@ class Simulation:
         """The number of the first of the samples that jobs use."""
         return self._base if self._prepared_size is None else self._prepared_base
 
-    def _absent(self, numbers: Int64s) -> NDArray[np.bool_]:
+    def _absent(self, numbers: Int64s) -> Bools:
         slots = self.directory.slot_of[numbers] - 1
-        absent: NDArray[np.bool_] = (slots < 0) | (self.cache.state[slots] != RESIDENT)
+        absent: Bools = (slots < 0) | (self.cache.state[slots] != RESIDENT)
         return absent
 
-    def _prepare(self, missing: Int64s, job: Job, now: float) -> float:
+    def _prepare(self, missing: Int64s, job: SimulatedJob, now: float) -> float:
         """Let a job prepare samples, and keep them as far as there is room; return how long that
         takes, with reading what of the raw samples is not in memory."""
         raw = missing - self._prepared_base + self._base
@@ -310,14 +308,16 @@ class Simulation:
         self._release(fetch)
         return there - now + len(missing) * self._prepare_s
 
-    def _announce(self, job: Job, progress: JobProgress, epoch: int, order: Int64s) -> None:
+    def _announce(
+        self, job: SimulatedJob, progress: JobProgress, epoch: int, order: Int64s
+    ) -> None:
         arriving = self.next_use.arriving(progress, len(order), replacement=job.replacement)
         for start in range(0, len(order), PIECE):
             arriving.add(order[start : start + PIECE] + self._first)
         now = self.next_use.turn_at
         self.next_use.announced(progress, epoch, arriving.finish(), None, job, now)
 
-    def _ask(self, missing: Int64s, job: Job, now: float) -> float:
+    def _ask(self, missing: Int64s, job: SimulatedJob, now: float) -> float:
         """Request samples for a job; return the time at which it has them."""
         fetch, there = Fetch(missing), now
         while fetch.cursor < len(missing):
@@ -353,7 +353,7 @@ class Simulation:
             load, name = found
             self._begin(load, next(job for job in self.jobs if job.name == name), now)
 
-    def _begin(self, load: Load, job: Job, now: float) -> None:
+    def _begin(self, load: Load, job: SimulatedJob, now: float) -> None:
         job.reads += len(load.slots)
         if self._disk_rate is None:
             self._ended(load)

@@ -26,8 +26,8 @@ import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ffserve.dtypes import Bools, Int32s, Int64s, UInt32s, UInt64s
 from ffserve.engine.slots import Shards
 from ffserve.errors import ReadError
 from ffserve.formats.base import UNKNOWN_LENGTH, ChunkedShard
@@ -150,10 +150,10 @@ class Directory:
                 capacity //= 2
         self.capacity = capacity
         self.entries = self.entries_memory.array.view(ENTRY_DTYPE)
-        self._length_low: NDArray[np.uint32] = self.entries["length_low"]
+        self._length_low: UInt32s = self.entries["length_low"]
         self._long = False
-        self.offsets: NDArray[np.uint64] = self.index_memory.array[: capacity * 8].view(np.uint64)
-        self.checksums: NDArray[np.uint32] = self.index_memory.array[capacity * 8 :].view(np.uint32)
+        self.offsets: UInt64s = self.index_memory.array[: capacity * 8].view(np.uint64)
+        self.checksums: UInt32s = self.index_memory.array[capacity * 8 :].view(np.uint32)
         self._numbers = NumberRuns()
         """Those of the first domain."""
         self._numbers.extend(0, capacity)
@@ -276,7 +276,7 @@ class Directory:
         self.index_memory.discard(self.capacity * 8 + first * 4, (end - first) * 4)
         discard_zeros(self.slot_of, first, end)
 
-    def set_lengths(self, start: int, lengths: NDArray[np.uint64]) -> None:
+    def set_lengths(self, start: int, lengths: UInt64s) -> None:
         """Write the lengths of samples to unreadable entries."""
         if not len(lengths):
             return
@@ -289,9 +289,7 @@ class Directory:
             # `lengths` is never called for records in chunks.
             self._long |= bool(int(lengths[lengths != UNKNOWN_LENGTH].max(initial=0)) >> 32)
 
-    def set_new_lengths(
-        self, numbers: NDArray[np.int64], lengths: NDArray[np.int64]
-    ) -> NDArray[np.bool_]:
+    def set_new_lengths(self, numbers: Int64s, lengths: Int64s) -> Bools:
         """Write the lengths, below 2^32, of unreadable entries whose length is not known.
 
         Returns: which entries have this length now. A length that is known stays.
@@ -301,10 +299,10 @@ class Directory:
         fresh = numbers[~known]
         self.entries["place"][fresh] = 0
         self._length_low[fresh] = lengths[~known]
-        same: NDArray[np.bool_] = ~known | (entries["length_low"] == lengths)
+        same: Bools = ~known | (entries["length_low"] == lengths)
         return same
 
-    def lengths(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    def lengths(self, numbers: Int64s) -> Int64s:
         """Return lengths in bytes, int64[n]."""
         if not self._long:
             return self._length_low[numbers].astype(np.int64)
@@ -368,12 +366,12 @@ class Blocks:
 
     __slots__ = ("begins", "counts", "ends", "firsts", "shards", "sizes", "table")
 
-    def __init__(self, table: NDArray[np.int64]) -> None:
-        rows: Iterable[NDArray[np.int64]] = table
+    def __init__(self, table: Int64s) -> None:
+        rows: Iterable[Int64s] = table
         self.table = table
         self.firsts, self.counts, self.begins, self.ends, self.sizes, self.shards = rows
 
-    def take(self, columns: NDArray[np.int64] | NDArray[np.bool_]) -> Blocks:
+    def take(self, columns: Int64s | Bools) -> Blocks:
         """Return some of the blocks."""
         return Blocks(np.ascontiguousarray(self.table[:, columns]))
 
@@ -399,7 +397,7 @@ class ChunkRuns:
         self.edges[1:-1], self.edges[-1] = inner + 1, len(chunks)
         self._firsts = chunks.firsts[self.edges]
 
-    def holding(self, records: NDArray[np.int64]) -> NDArray[np.int64]:
+    def holding(self, records: Int64s) -> Int64s:
         """Return the number of the run that holds each record."""
         return np.searchsorted(self._firsts, records, side="right") - 1
 
@@ -495,7 +493,7 @@ class ShardTable:
 
     def add_all(
         self,
-        values: NDArray[np.int64],
+        values: Int64s,
         chunked: Sequence[ChunkedShard | None],
         has_chunks: Sequence[bool] | None = None,
     ) -> None:
@@ -555,7 +553,7 @@ class ShardTable:
         self._singly = np.insert(self._singly, np.searchsorted(self._singly, fresh), fresh)
         self._follow()
 
-    def _is_alone(self, firsts: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def _is_alone(self, firsts: Int64s) -> Bools:
         rows = np.searchsorted(self._singly, firsts)
         found = np.zeros(len(firsts), np.bool_)
         inside = rows < len(self._singly)
@@ -572,15 +570,15 @@ class ShardTable:
         """Enter how many sessions have each of these shards open."""
         self.sessions[np.searchsorted(self.bases, np.array(bases, np.int64))] = counts
 
-    def rows(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    def rows(self, numbers: Int64s) -> Int64s:
         """Return the row of each sample's shard."""
         return np.searchsorted(self.bases, numbers, side="right") - 1
 
-    def domain(self, rows: NDArray[np.int64]) -> int | NDArray[np.int32]:
+    def domain(self, rows: Int64s) -> int | Int32s:
         """Return the domain of the shards of these rows, at least one; of each, if they differ."""
         if self._sole_domain is not None:
             return self._sole_domain
-        domains: NDArray[np.int32] = self.domains[rows]
+        domains: Int32s = self.domains[rows]
         return int(domains[0]) if (domains == domains[0]).all() else domains
 
     def idle(self) -> list[int]:
@@ -599,11 +597,11 @@ class ShardTable:
             self._runs[row] = runs = ChunkRuns(runs)
         return runs
 
-    def blocks(self, numbers: NDArray[np.int64]) -> Blocks:
+    def blocks(self, numbers: Int64s) -> Blocks:
         """Return the block of each sample, one column per sample."""
         return Blocks(self.table(numbers))
 
-    def table(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    def table(self, numbers: Int64s) -> Int64s:
         """Return the table of the blocks of each sample."""
         table = self._c.blocks(numbers, LARGEST_SHARED_BLOCK)
         if self.has_chunks:
@@ -613,7 +611,7 @@ class ShardTable:
                 table[:, inside] = self._of_chunks(numbers[inside], row)
         return table
 
-    def _of_chunks(self, numbers: NDArray[np.int64], row: int) -> NDArray[np.int64]:
+    def _of_chunks(self, numbers: Int64s, row: int) -> Int64s:
         base, runs = int(self.bases[row]), self._chunk_runs(row)
         chunks = runs.shard.chunks
         run = runs.holding(numbers - base)
@@ -634,12 +632,10 @@ class ShardTable:
         )
 
 
-def _shifts(
-    counts: NDArray[np.int64], payload_sizes: NDArray[np.int64], alignments: NDArray[np.int64]
-) -> NDArray[np.int64]:
+def _shifts(counts: Int64s, payload_sizes: Int64s, alignments: Int64s) -> Int64s:
     """Return the shifts from a sample's number in its shard to that of its block."""
     means = payload_sizes // counts
     small = means < np.maximum(SMALL_RECORD_SIZE, alignments)
     groups = np.where(small, BLOCK_SIZE // np.maximum(means, 1), 1)
-    exponents: NDArray[np.int32] = np.frexp(np.clip(groups, 1, BLOCK_SIZE))[1]
+    exponents: Int32s = np.frexp(np.clip(groups, 1, BLOCK_SIZE))[1]
     return exponents.astype(np.int64) - 1

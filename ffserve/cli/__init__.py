@@ -47,7 +47,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "top": ("top", "Show the daemon's jobs, live."),
     "stop": ("stop", "Stop the daemon."),
     "resize": ("resize", "Change the size of the daemon's arena."),
-    "bench": ("bench", "Measure ffserve and other packages on this machine."),
+    "bench": ("bench", "Measure ffserve beside this machine's memory and disk."),
     "install-service": ("service", "Install the daemon as a service of systemd."),
     "uninstall-service": ("service", "Stop and remove the service."),
     "simulate": ("simulate", "Simulate the hit rates of a cache size."),

@@ -1,4 +1,4 @@
-"""``ffserve bench``: ffserve and other packages beside this machine's memory and disk."""
+"""``ffserve bench``: ffserve beside this machine's memory and disk."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import click
 
 from ffserve.cli import FloatRange
 from ffserve.cli.terminal import print_json, print_table, progress
-from ffserve.config import format_size
+from ffserve.config import format_size, parse_size
 from ffserve.errors import UsageError
 
 if TYPE_CHECKING:
-    from ffserve.bench.harness import Group
+    from ffserve.bench.rows import Comparison
+    from ffserve.bench.samples import BenchmarkData
 
 MIB = 1 << 20
 SIZES = (4096, 100 * 1024)
@@ -54,9 +55,7 @@ SIZES = (4096, 100 * 1024)
     multiple=True,
     help="Only rows whose name contains TEXT, such as cold/4KiB; may be repeated.",
 )
-@click.option(
-    "--peers/--no-peers", default=True, help="Measure other packages, too.  [default: --peers]"
-)
+@click.option("--peers/--no-peers", default=False, hidden=True)
 @click.option(
     "--list", "as_list", is_flag=True, help="Print the names of the rows, measure nothing."
 )
@@ -76,72 +75,114 @@ def bench(
 
     Without FILES it writes two data sets, of 4 KiB and of 100 KiB samples. With FILES it reads
     those files and does not change them. It starts its own daemon. Every figure is a ratio to a
-    yardstick of the same turn: memcpy for samples in memory, fio for samples on disk. LMDB and
-    other packages take part where they are installed.
+    ceiling of the same turn: memcpy for samples in memory, fio for samples on disk. In a clone of
+    the repository, python -m benchmarks compares ffserve with other packages.
 
     \b
       ffserve bench
       ffserve bench --dir /data --only cold
       ffserve bench /data/train/*.ffr --json > bench.json
     """
-    from ffserve.bench import contestants, harness, report, rows
+    from ffserve.bench import ceilings, rows, samples
+    from ffserve.bench.machine import describe_machine, machine
     from ffserve.bench.processes import interruptible, work_directory
-    from ffserve.config import parse_size
 
+    if peers:
+        raise UsageError(
+            "ffserve bench no longer measures other packages",
+            hint="'python -m benchmarks' in a clone of the repository compares with them",
+        )
     limit = parse_size(size)
     if limit < MIB:
         raise UsageError(f"--size {size} is too small: at least 1 MiB is needed to measure")
-    installed, notes = rows.installed_peers() if peers else ([], [])
-    if not contestants.has_fio():
+    notes = []
+    if not ceilings.has_fio():
         notes.append(
-            f"{contestants.FIO_MISSING}: cold rows are compared with Python threads of preadv, "
+            f"{ceilings.FIO_MISSING}: cold rows are compared with Python threads of preadv, "
             "which are slower than the disk, and their limits are not judged"
         )
     with interruptible(), work_directory("ffserve-bench-", directory) as work:
         if files:
-            sets = [harness.existing(files, limit)]
+            sets = [samples.existing(files, limit)]
         else:
-            sets = [harness.generated(work, sample_size, limit) for sample_size in SIZES]
-        with harness.Bench(work, seconds) as running:
-            groups = rows.standard(running, sets, installed)
-            groups = harness.chosen(groups, only, "ffserve bench --list")
-            if as_list:
-                for group in groups:
-                    click.echo("\n".join(group.row_names()))
-                return 0
-            facts = report.machine(os.path.dirname(sets[0].paths[0]))
-            if not as_json:
-                click.echo(report.describe_machine(facts))
-                for data in sets:
-                    click.echo(
-                        f"{data.name}: {data.count:,} samples, {format_size(data.size)}, mean "
-                        f"{data.mean:,} bytes"
-                    )
-            left_out: dict[str, str] = {}
-            measured = _run(groups, turns, left_out, quiet=as_json)
+            sets = [samples.generated(work, sample_size, limit) for sample_size in SIZES]
+        chosen = [
+            (data, comparison, names)
+            for data in sets
+            for comparison in rows.comparisons(data, seconds)
+            if (names := comparison.row_names(only))
+        ]
+        if not chosen:
+            raise UsageError(
+                f"no row's name contains {' or '.join(map(repr, only))}",
+                hint="'ffserve bench --list' prints the names",
+            )
+        if as_list:
+            for _, _, names in chosen:
+                click.echo("\n".join(names))
+            return 0
+        facts = machine(os.path.dirname(sets[0].paths[0]))
+        if not as_json:
+            click.echo(describe_machine(facts))
+            click.echo("\n".join(map(_described, sets)))
+        measured = _measure(chosen, turns, quiet=as_json)
     if as_json:
-        print_json(report.document(facts, measured, notes, left_out))
+        print_json({"machine": facts, "notes": notes, "rows": [_rounded(row) for row in measured]})
         return 0
     click.echo()
-    for line in [*notes, *report.reasons(left_out), *report.verdict(measured)]:
+    for line in [*notes, *_verdict(measured)]:
         click.echo(line)
     return 0
 
 
-def _run(
-    groups: list[Group], turns: int, left_out: dict[str, str], *, quiet: bool
-) -> list[dict[str, Any]]:
-    """Measure all groups and print each when it is done."""
-    from ffserve.bench import harness, report
+def _described(data: BenchmarkData) -> str:
+    size = format_size(data.size)
+    return f"{data.name}: {data.count:,} samples, {size}, mean {data.mean:,} bytes"
 
-    measured: list[dict[str, Any]] = []
-    with progress("measuring", len(groups)) as shown:
-        for group in groups:
-            found = harness.measure(group, turns, left_out)
-            measured += found
-            if found and not quiet:
-                title, heads, lines = report.group_table(group.title, found)
-                click.echo(f"\n{title}")
-                print_table(heads, lines)
+
+def _measure(
+    chosen: list[tuple[BenchmarkData, Comparison, list[str]]], turns: int, *, quiet: bool
+) -> list[dict[str, Any]]:
+    """Measure the rows with these names, and print each comparison when it is done."""
+    measured = []
+    with progress("measuring", len(chosen)) as shown:
+        for data, comparison, names in chosen:
+            data.make()
+            found = comparison.measure(turns, names)
+            measured += [{**row, "bytes": data.mean} for row in found]
+            if not quiet:
+                _print(comparison, found)
             shown.advance(1)
     return measured
+
+
+def _print(comparison: Comparison, rows: list[dict[str, Any]]) -> None:
+    rate = rows[0]["yardstick_mb_s"]
+    click.echo(f"\n{comparison.title}; 1.00 is {comparison.ceiling}, {rate:,.0f} MB/s")
+    lines = [
+        [
+            row["contestant"],
+            f"{row['value']:.2f}",
+            f"{row['low']:.2f} to {row['high']:.2f}",
+            _limit(row),
+            {None: "", True: "reached", False: "missed"}[row["reached"]],
+            f"{row['mb_s']:,.0f}",
+        ]
+        for row in rows
+    ]
+    print_table(["", "ratio", "turns", "limit", "", "MB/s"], lines)
+
+
+def _limit(row: dict[str, Any]) -> str:
+    return "" if row["limit"] is None else f">= {row['limit']:.2f}"
+
+
+def _verdict(rows: list[dict[str, Any]]) -> list[str]:
+    judged = [row for row in rows if row["reached"] is not None]
+    missed = [f"{r['name']} ({r['value']:.2f}, {_limit(r)})" for r in judged if not r["reached"]]
+    lines = [f"{len(judged) - len(missed)} of {len(judged)} limits are reached."] if judged else []
+    return [*lines, f"Missed: {', '.join(missed)}."] if missed else lines
+
+
+def _rounded(row: dict[str, Any]) -> dict[str, Any]:
+    return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}

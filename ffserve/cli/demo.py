@@ -107,7 +107,7 @@ def demo(
         say(f"2. Serving: engine {facts['engine']['kind']}, arena {arena}, pid {facts['pid']}")
         torch = not no_torch and importlib.util.find_spec("torch") is not None
         example = f"ffserve.examples.{'train_torch' if torch else 'train_numpy'}"
-        command = [*processes.THIS.command(example), data, "--json"]
+        command = [*processes.command(example), data, "--json"]
         command += ["--epochs", str(epochs), "--workers", str(workers)]
         jobs = []
         for number in (1, 2):

@@ -23,7 +23,9 @@ from ffserve.disk.files import wrap_os_error
 from ffserve.errors import AccessDenied, FFServeError, UsageError
 
 GROUP = "ffserve"
-_SOURCES = Path(__file__).parents[1] / "systemd"
+_PACKAGE = Path(__file__).parents[1]
+_SOURCES = next(p / "systemd" for p in (_PACKAGE, _PACKAGE.parent) if (p / "systemd").is_dir())
+"""In an installed package the units are inside of it; in a checkout they stand beside it."""
 _PROGRAM = "/opt/ffserve/bin/ffserve"
 """The program in the texts of the units."""
 _UNITS = Path("usr/local/lib/systemd/system")

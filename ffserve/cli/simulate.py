@@ -178,10 +178,12 @@ def _row(
     disk: float | None,
     prepared: tuple[int | None, float] | None,
 ) -> dict[str, Any]:
-    from ffserve.cache.simulation import SAMPLE_SIZE, Job, Simulation, belady, shuffled
+    from ffserve.cache.simulation import SAMPLE_SIZE, SimulatedJob, Simulation, belady, shuffled
 
     jobs = [
-        Job(shuffled(samples, 0 if same_seed else k), pace=1000 * pace, announces=announces)
+        SimulatedJob(
+            shuffled(samples, 0 if same_seed else k), pace=1000 * pace, announces=announces
+        )
         for k, pace in enumerate(paces)
     ]
     disk_rate = None if disk is None else disk * sum(job.pace for job in jobs)

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.client.source import Int64s
+from ffserve.dtypes import Int64s
 from ffserve.errors import SampleIndexError, UsageError
 
 REPORT_INTERVAL_S, REPORT_COUNT = 0.01, 4096

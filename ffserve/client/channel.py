@@ -29,11 +29,11 @@ from ffserve import protocol
 from ffserve.client.descriptors import DatasetRequest, Files, OpenFiles
 from ffserve.client.memory import Memories
 from ffserve.client.source import Target
+from ffserve.dtypes import Int64s
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
 
 T = TypeVar("T")
-Int64s = NDArray[np.int64]
 
 REPORT_INTERVAL_S = 1.0
 """How often a client that only hits reports its counters."""
@@ -151,7 +151,7 @@ class Channel:
         self.takes_times = False
         """Whether the daemon wants TIMES."""
         self._times: NDArray[np.uint64] | None = None
-        """How long hits took, not reported yet; see `View.take_times`."""
+        """How long hits took, not reported yet; see `MappedView.take_times`."""
         self._times_reported = self._reported = time.monotonic()
         self._prepared_hits: dict[int, tuple[int, int]] = {}
         """Hits and their bytes, by data set of prepared samples."""
@@ -348,7 +348,7 @@ class Channel:
         return time.monotonic() - self._reported > REPORT_INTERVAL_S
 
     def count_times(self, times: NDArray[np.uint64]) -> None:
-        """Count how long hits took; see `View.take_times`."""
+        """Count how long hits took; see `MappedView.take_times`."""
         with self.lock:
             if self.takes_times:
                 self._times = times if self._times is None else self._times + times

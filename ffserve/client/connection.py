@@ -38,10 +38,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ffserve import protocol
-from ffserve.client.channel import RECEIVE_SIZE, Beside, Copying, Int64s, SilentError, Steps
+from ffserve.client.channel import RECEIVE_SIZE, Beside, Copying, SilentError, Steps
 from ffserve.client.descriptors import DatasetRequest, OpenFiles, described, send
 from ffserve.client.handshake import Handshake
 from ffserve.client.memory import receive
+from ffserve.dtypes import Int64s
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.system.socket_path import find_socket
 

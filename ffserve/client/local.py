@@ -19,21 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.client.local_chunks import ChunkCache, ChunkReads
-from ffserve.client.local_files import Numbers, ShardFiles, fitting_share
-from ffserve.client.source import (
-    Batch,
-    Bytes,
-    Indices,
-    Int64s,
-    Leased,
-    Target,
-    check_out,
-    places,
-)
+from ffserve.client.local_files import ShardFiles, fitting_share
+from ffserve.client.source import Batch, Indices, Leased, Target, check_out, places
 from ffserve.client.windows import Part, Windows
 from ffserve.dataset.layout import Layout, ShardInfo, as_int64, combined_fingerprint
 from ffserve.disk import shardfile
 from ffserve.disk.files import open_regular, raise_file_limit
+from ffserve.dtypes import Bytes, Int32s, Int64s
 from ffserve.engine.io import Engine, EngineBatch, local_engine
 from ffserve.errors import (
     STATUS_TRUNCATED,
@@ -423,7 +415,7 @@ class LocalSource:
     def _submit(
         self,
         engine: Engine,
-        files: Numbers,
+        files: Int32s,
         indices: Int64s,
         found: PartlyRead,
     ) -> LocalRequest:

@@ -17,7 +17,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ffserve.client.source import Bytes, Int64s, Target
+from ffserve.client.source import Target
+from ffserve.dtypes import Bytes, Int64s
 from ffserve.engine.codec import scatter
 from ffserve.engine.io import Engine
 from ffserve.errors import FFServeError, status_error

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.client.source import Int64s
 from ffserve.disk.files import wrap_os_error
+from ffserve.dtypes import Int32s, Int64s
 from ffserve.engine.cached import LocalTables
 from ffserve.engine.io import Engine, in_memory, open_direct
 from ffserve.errors import UsageError
@@ -40,9 +40,6 @@ AROUND = 32 << 10
 epoch of small records in random order needs fewer reads of the device than there are records."""
 SHARE_STEPS = 16
 """A share is a multiple of 1/16, so that processes which open the files one after another agree."""
-
-Numbers = NDArray[np.int32]
-"""int32[2, n]: an engine's number of each file, past the page cache and through it."""
 
 
 def fitting_share(size: int) -> float:
@@ -78,7 +75,7 @@ class ShardFiles:
 
     def __init__(self) -> None:
         self._files: list[_File] = []
-        self._attached: list[tuple[Engine, Numbers]] = []
+        self._attached: list[tuple[Engine, Int32s]] = []
         self._finalizer = weakref.finalize(self, _close, self._files, self._attached)
         self._finalizer.atexit = False
         self.share = 1.0
@@ -146,7 +143,7 @@ class ShardFiles:
                 size = int(ends[last]) - begin
                 os.posix_fadvise(self.fd(int(shards[first])), begin, size, os.POSIX_FADV_WILLNEED)
 
-    def attach(self, engine: Engine) -> Numbers:
+    def attach(self, engine: Engine) -> Int32s:
         """Add the files to an engine."""
         numbers = np.full((2, len(self._files)), -1, np.int32)
         self._attached.append((engine, numbers))
@@ -167,7 +164,7 @@ class ShardFiles:
         self._finalizer()
 
 
-def _close(files: list[_File], attached: list[tuple[Engine, Numbers]]) -> None:
+def _close(files: list[_File], attached: list[tuple[Engine, Int32s]]) -> None:
     for engine, numbers in attached:
         with contextlib.suppress(UsageError):  # the engine is closed
             for number in set(numbers.ravel().tolist()) - {-1}:

@@ -20,12 +20,13 @@ import numpy as np
 
 from ffserve import protocol
 from ffserve.client import connection as blocking
-from ffserve.client.channel import Beside, Copying, Int64s, Steps
+from ffserve.client.channel import Beside, Copying, Steps
 from ffserve.client.descriptors import DatasetRequest, send
 from ffserve.client.local import ChunkedRequest, LocalRequest, LocalSource
 from ffserve.client.ranged import RangedSource
 from ffserve.client.shared_memory import DaemonSource
-from ffserve.client.source import Bytes, Source, Target
+from ffserve.client.source import Source, Target
+from ffserve.dtypes import Bytes, Int64s
 from ffserve.engine.io import EngineBatch, local_engine
 from ffserve.errors import FFServeError, ProtocolError
 

@@ -22,7 +22,8 @@ import numpy as np
 from ffserve import protocol
 from ffserve.client.connection import Connection
 from ffserve.client.shared_memory import DaemonSource
-from ffserve.client.source import Bytes, Int64s, arrays_of, cut
+from ffserve.client.source import arrays_of, cut
+from ffserve.dtypes import Bytes, Int64s
 from ffserve.engine.shm import Located
 from ffserve.errors import FFServeError, ProtocolError
 from ffserve.protocol import ELSEWHERE, READABLE, YOURS

@@ -28,8 +28,9 @@ from ffserve.client.local import (
     PartlyRead,
 )
 from ffserve.client.local_chunks import Chunk, ChunkCache, FileOf, decoding_threads, new_memory
-from ffserve.client.source import Batch, Bytes, Indices, Int64s, Target
+from ffserve.client.source import Batch, Indices, Target
 from ffserve.disk.shardfile import FileState
+from ffserve.dtypes import Bytes, Int64s
 from ffserve.engine.codec import checksums, scatter
 from ffserve.engine.io import Engine
 from ffserve.errors import STATUS_CHECKSUM, FFServeError, status_error

@@ -23,22 +23,12 @@ from ffserve import protocol
 from ffserve.client.channel import Steps
 from ffserve.client.connection import Connection, Driver
 from ffserve.client.memory import address, span
-from ffserve.client.source import (
-    Batch,
-    Bytes,
-    Indices,
-    Int64s,
-    Leased,
-    Target,
-    arrays_of,
-    check_out,
-    cut,
-    places,
-)
+from ffserve.client.source import Batch, Indices, Leased, Target, arrays_of, check_out, cut, places
 from ffserve.client.statistics import ClientStatistics
 from ffserve.dataset.layout import Layout, ShardInfo, combined_fingerprint
+from ffserve.dtypes import Bytes, Int64s
 from ffserve.engine.arrays import integers, separate
-from ffserve.engine.shm import Located, View
+from ffserve.engine.shm import Located, MappedView
 from ffserve.errors import (
     ArenaBusyError,
     ArenaError,
@@ -122,7 +112,7 @@ class DaemonSource:
             arena = address(memory.arena)
             arenas[arena] = memory.arena
             segments.append((address(entries), first, count, arena))
-        self.view = View(memories.arena_size, segments)
+        self.view = MappedView(memories.arena_size, segments)
         self.statistics.take_times = self.view.take_times
         self._arena = span(list(arenas.values()))
 

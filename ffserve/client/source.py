@@ -15,13 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.dataset.layout import ShardInfo
+from ffserve.dtypes import Bytes, Int64s
 from ffserve.engine.arrays import separate
 from ffserve.engine.shm import Batch as Batch
 from ffserve.engine.shm import empty, keep_freed_memory
 from ffserve.errors import FFServeError, SampleIndexError, UsageError
 
-Int64s = NDArray[np.int64]
-Bytes = NDArray[np.uint8]
 Indices: TypeAlias = "NDArray[Any] | list[Any] | tuple[Any, ...]"
 """Sample indices in the types that need no conversion first."""
 

@@ -12,13 +12,10 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ffserve import protocol
 from ffserve.client.connection import Driver
-
-Int64s = NDArray[np.int64]
-UInt64s = NDArray[np.uint64]
+from ffserve.dtypes import Int64s, UInt64s
 
 COUNT_INTERVAL_S = 0.25
 """How often cached samples enter the counters, besides before a look at them, and how often a
@@ -83,7 +80,7 @@ class ClientStatistics:
         """Hits and their bytes that have not entered the counters."""
         self._count_at = time.monotonic() + COUNT_INTERVAL_S
         self.take_times: Callable[[], UInt64s | None] | None = None
-        """See `View.take_times`."""
+        """See `MappedView.take_times`."""
         self._times_at = 0.0
 
     def add_hits(self, indices: Int64s, size: int) -> None:

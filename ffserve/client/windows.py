@@ -25,7 +25,8 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from ffserve.client.source import Int64s, Target
+from ffserve.client.source import Target
+from ffserve.dtypes import Int64s
 from ffserve.engine.codec import scatter
 from ffserve.errors import FFServeError
 from ffserve.reads.windows import window_ends

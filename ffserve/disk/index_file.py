@@ -47,9 +47,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ffserve.disk.files import read_at_of
+from ffserve.dtypes import Bools, Bytes, Int64s, UInt32s, UInt64s
 from ffserve.engine.codec import CRC_32C, Tables, checksums, crc32c, small_tfrecord_index
 from ffserve.errors import FFServeError
 from ffserve.formats.base import ScannedShard
@@ -82,8 +82,8 @@ class Indexed:
 
     path: str
     """Of the index file."""
-    lengths: NDArray[np.uint64]
-    checksums: NDArray[np.uint32]
+    lengths: UInt64s
+    checksums: UInt32s
     kept: bytes = b""
     """The format's own, see `ScannedShard.kept`."""
     written_ns: int = 0
@@ -114,8 +114,8 @@ class Identity:
 
 def encode(
     identity: Identity,
-    lengths: NDArray[np.uint64],
-    checksums: NDArray[np.uint32],
+    lengths: UInt64s,
+    checksums: UInt32s,
     kept: bytes = b"",
 ) -> bytes:
     """Return the bytes of an index file."""
@@ -165,14 +165,14 @@ def decode(
 
 
 def decode_small(
-    indexes: NDArray[np.uint8],
-    got: NDArray[np.int64],
-    index_sizes: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    mtimes: NDArray[np.int64],
-    heads: NDArray[np.uint8],
-    tails: NDArray[np.uint8],
-) -> tuple[NDArray[np.bool_], NDArray[np.int64], Tables]:
+    indexes: Bytes,
+    got: Int64s,
+    index_sizes: Int64s,
+    sizes: Int64s,
+    mtimes: Int64s,
+    heads: Bytes,
+    tails: Bytes,
+) -> tuple[Bools, Int64s, Tables]:
     """Return the tables of TFRecord files, not compressed, out of valid index files.
 
     Args:
@@ -258,11 +258,9 @@ def _cache_root() -> str | None:
     return root if os.path.isabs(root) else None
 
 
-def are_trusted(
-    modes: NDArray[np.uint32], owners: NDArray[np.uint32], file_owners: NDArray[np.uint32]
-) -> NDArray[np.bool_]:
+def are_trusted(modes: UInt32s, owners: UInt32s, file_owners: UInt32s) -> Bools:
     """Return which index files may be used: their modes and owners, and the owners of the files."""
-    trusted: NDArray[np.bool_] = np.isin(owners, [0, os.geteuid()]) | (owners == file_owners)
+    trusted: Bools = np.isin(owners, [0, os.geteuid()]) | (owners == file_owners)
     trusted &= modes & (stat.S_IWGRP | stat.S_IWOTH) == 0
     return trusted
 

@@ -33,6 +33,7 @@ import cffi  # type: ignore[import-untyped]
 from setuptools import Distribution, Extension  # type: ignore[import-untyped]
 from setuptools.command.bdist_wheel import bdist_wheel  # type: ignore[import-untyped]
 from setuptools.command.build_ext import build_ext  # type: ignore[import-untyped]
+from setuptools.command.build_py import build_py  # type: ignore[import-untyped]
 from setuptools.errors import BaseError, CCompilerError, CompileError  # type: ignore[import-untyped]
 
 MODULE = "ffserve.engine._core"
@@ -207,6 +208,15 @@ class BuildWheel(bdist_wheel):  # type: ignore[misc]
 
     def finalize_options(self) -> None:
         self.py_limited_api = STABLE_ABI or False
+        super().finalize_options()
+
+
+class BuildFiles(build_py):  # type: ignore[misc]
+    """build_py that also takes in what stands beside the package (`package-dir`): systemd/."""
+
+    def finalize_options(self) -> None:
+        packages = self.distribution.packages
+        packages += [name for name in self.distribution.package_dir or () if name not in packages]
         super().finalize_options()
 
 

@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.engine.arrays import Bytes, PartOfArrays, read_cached, read_joined
+from ffserve.dtypes import Bools, Bytes, Int32s, Int64s, UInt32s, UInt64s
+from ffserve.engine.arrays import PartOfArrays, read_cached, read_joined
 from ffserve.engine.core import I32S, I64S, NULL, U8S, U32S, U64S, ffi, from_buffer, lib
 from ffserve.engine.shm import SMALL_SIZE, keep_freed_memory
 
-Int64s = NDArray[np.int64]
-UInt64s = NDArray[np.uint64]
 _INT64 = np.dtype(np.int64)
 _DESTS = ffi.typeof("uint8_t **")
 
@@ -43,10 +42,10 @@ class LocalTables:
         self,
         offsets: UInt64s,
         lengths: NDArray[Any],
-        checksums: NDArray[np.uint32],
+        checksums: UInt32s,
         firsts: Int64s,
-        fds: NDArray[np.int32],
-        kinds: NDArray[np.int32],
+        fds: Int32s,
+        kinds: Int32s,
         seeds: UInt64s,
         limits: UInt64s,
         *,
@@ -96,7 +95,7 @@ class LocalTables:
         which, to = from_buffer(I64S, indices), from_buffer(I64S, edges)
         return None if lib.ffs_local_edges(self._c, which, len(indices), to) else edges
 
-    def read(self, indices: Int64s, edges: Int64s, to: NDArray[np.uint8] | UInt64s) -> Int64s:
+    def read(self, indices: Int64s, edges: Int64s, to: Bytes | UInt64s) -> Int64s:
         """Read samples that are in the page cache, and verify them. Waits for no device.
 
         Args:
@@ -130,7 +129,7 @@ class LocalTables:
         """The threads that read are the parent's."""
         self._c.readers = 0
 
-    def through_cache(self, shards: Int64s, offsets: Int64s) -> NDArray[np.bool_]:
+    def through_cache(self, shards: Int64s, offsets: Int64s) -> Bools:
         """Return which records are read through the page cache."""
         chosen = np.empty(len(shards), np.bool_)
         lib.ffs_through_cache(
@@ -152,9 +151,7 @@ def cached_pages(fd: int, offset: int, length: int) -> int:
     return _checked(lib.ffs_cached_pages(fd, offset, length))
 
 
-def some_cached(
-    fds: NDArray[np.int32], begins: Int64s, ends: Int64s, samples: int, share: float
-) -> NDArray[np.bool_]:
+def some_cached(fds: Int32s, begins: Int64s, ends: Int64s, samples: int, share: float) -> Bools:
     """Return of which extents of files more than a share seems to be in the page cache.
 
     Args: contiguous. samples: pages of each that are looked at, evenly spaced. share: of these.
@@ -173,7 +170,7 @@ def some_cached(
     return some
 
 
-def cached_extents(fds: NDArray[np.int32], begins: Int64s, ends: Int64s) -> NDArray[np.bool_]:
+def cached_extents(fds: Int32s, begins: Int64s, ends: Int64s) -> Bools:
     """Return which extents of files are wholly in the page cache; False where the fd is -1.
 
     Args: contiguous.

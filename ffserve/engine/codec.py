@@ -12,12 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.dtypes import Bools, Bytes, Int32s, Int64s, UInt32s, UInt64s
 from ffserve.engine.core import DESTS, I32S, I64S, U8S, U32S, U64S, ffi, from_buffer, lib
 from ffserve.errors import UsageError
-
-Int64s = NDArray[np.int64]
-UInt32s = NDArray[np.uint32]
-UInt64s = NDArray[np.uint64]
 
 CRC_NONE: int = lib.FFS_CRC_NONE
 CRC_32: int = lib.FFS_CRC_32
@@ -81,7 +78,7 @@ def mask(crc: int) -> int:
     return (((crc >> 15) | (crc << 17)) + _MASK) & 0xFFFFFFFF
 
 
-def frame_all(payloads: NDArray[np.uint8], edges: NDArray[np.int64]) -> NDArray[np.uint8]:
+def frame_all(payloads: Bytes, edges: Int64s) -> Bytes:
     """Return the frames of adjacent payloads.
 
     Args: payloads: uint8, contiguous. edges: int64[n + 1], rising from 0 to its length.
@@ -185,7 +182,7 @@ class FrameScanner:
         self._c.checksums = from_buffer(U32S, self._checksums)
         self._c.room = room
 
-    def tables(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32]]:
+    def tables(self) -> tuple[UInt64s, UInt64s, UInt32s]:
         """Return payload offsets, payload lengths and unmasked checksums, as views."""
         return (
             self._offsets[: self.count],
@@ -415,9 +412,7 @@ def split_records(data: Any, count: int) -> tuple[Int64s, Int64s, int]:
     return starts[:found], lengths[:found], int(end[0])
 
 
-def scatter(
-    data: NDArray[np.uint8], starts: Int64s, lengths: Int64s, dests: NDArray[np.uint64]
-) -> None:
+def scatter(data: Bytes, starts: Int64s, lengths: Int64s, dests: UInt64s) -> None:
     """Copy pieces data[starts[k] : starts[k] + lengths[k]] to addresses that have room for them.
 
     Raises: UsageError when a piece is outside the data.
@@ -439,11 +434,11 @@ def scatter(
 
 Tables = tuple[UInt64s, UInt64s, UInt32s]
 """Payload offsets, payload lengths and checksums."""
-Small = tuple[NDArray[np.bool_], Int64s]
+Small = tuple[Bools, Int64s]
 """Which files are in order and have all that is needed in their heads; their rows in the tables."""
 
 
-def _small(heads: NDArray[np.uint8], got: Int64s, sizes: Int64s, room: int) -> tuple[Any, Small]:
+def _small(heads: Bytes, got: Int64s, sizes: Int64s, room: int) -> tuple[Any, Small]:
     done, counts = np.zeros(len(got), np.bool_), np.zeros(len(got), np.int64)
     c = ffi.new("ffs_small_files *")
     c.heads = ffi.cast("uint8_t *", ffi.from_buffer(heads))
@@ -466,8 +461,8 @@ def _used(tables: Tables, rows: int) -> Tables:
 
 
 def small_ffrecord(
-    heads: NDArray[np.uint8], got: Int64s, sizes: Int64s
-) -> tuple[NDArray[np.bool_], Int64s, Tables, UInt32s]:
+    heads: Bytes, got: Int64s, sizes: Int64s
+) -> tuple[Bools, Int64s, Tables, UInt32s]:
     """Return the tables of FFRecord files, and the CRC-32 of each file's count and tables.
 
     Args: heads: uint8[n, most], contiguous. got, sizes: int64[n]; see `formats.base.Heads`.
@@ -480,9 +475,7 @@ def small_ffrecord(
     return done, counts, _used(tables, c.rows), crcs
 
 
-def small_tfrecord(
-    heads: NDArray[np.uint8], got: Int64s, sizes: Int64s
-) -> tuple[NDArray[np.bool_], Int64s, Tables]:
+def small_tfrecord(heads: Bytes, got: Int64s, sizes: Int64s) -> tuple[Bools, Int64s, Tables]:
     """Return the tables of TFRecord files. Args: as of `small_ffrecord`."""
     room = int(got.sum()) // FRAME_SIZE
     c, (done, counts) = _small(heads, got, sizes, room)
@@ -492,14 +485,14 @@ def small_tfrecord(
 
 
 def small_tfrecord_index(
-    indexes: NDArray[np.uint8],
+    indexes: Bytes,
     got: Int64s,
     index_sizes: Int64s,
     sizes: Int64s,
     mtimes: Int64s,
     head_crcs: UInt32s,
     tail_crcs: UInt32s,
-) -> tuple[NDArray[np.bool_], Int64s, Tables]:
+) -> tuple[Bools, Int64s, Tables]:
     """Return the tables of TFRecord files out of their index files.
 
     Args:
@@ -522,8 +515,8 @@ def small_tfrecord_index(
 
 
 def small_recordio(
-    heads: NDArray[np.uint8], got: Int64s, sizes: Int64s, most: int
-) -> tuple[NDArray[np.bool_], Int64s, dict[str, NDArray[Any]], NDArray[np.int32]]:
+    heads: Bytes, got: Int64s, sizes: Int64s, most: int
+) -> tuple[Bools, Int64s, dict[str, NDArray[Any]], Int32s]:
     """Return the chunks of RecordIO files.
 
     Args: heads, got, sizes: as of `small_ffrecord`. most: records of a file; others are left.

@@ -9,13 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.dtypes import Bools, Bytes, Int32s, Int64s, UInt64s
 from ffserve.engine.core import I32S, NULL, ffi, from_buffer, lib
-
-Bools = NDArray[np.bool_]
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
-UInt64s = NDArray[np.uint64]
-Bytes = NDArray[np.uint8]
 
 BYTES, FLOAT, INT64 = lib.FFS_EXAMPLE_BYTES, lib.FFS_EXAMPLE_FLOAT, lib.FFS_EXAMPLE_INT64
 MALFORMED, KIND = lib.FFS_EXAMPLE_MALFORMED, lib.FFS_EXAMPLE_KIND
@@ -37,7 +32,7 @@ class Fault(Exception):
         self.row, self.column, self.what, self.kind = row, column, what, kind
 
 
-class Records(NamedTuple):
+class ExampleRecords(NamedTuple):
     """Records in a buffer: record k is buffer[starts[k], + lengths[k])."""
 
     buffer: Bytes
@@ -46,7 +41,7 @@ class Records(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedColumn:
     """A column to decode.
 
     kind: BYTES, FLOAT or INT64. depth: 0 for one value in a record, 1 for a list, 2 for a list of
@@ -86,7 +81,7 @@ class Found(NamedTuple):
     binary: bool
 
 
-class Source(NamedTuple):
+class ColumnSource(NamedTuple):
     """A column to encode.
 
     valid: bool[n] or None. outer, inner: int64 offsets as in `Decoded`, which need not begin at 0.
@@ -103,7 +98,9 @@ class Source(NamedTuple):
     edges: Int64s | None
 
 
-def decode(records: Records, wanted: Sequence[Wanted], *, sequence: bool) -> list[Decoded]:
+def decode(
+    records: ExampleRecords, wanted: Sequence[WantedColumn], *, sequence: bool
+) -> list[Decoded]:
     """Decode columns of records.
 
     Args:    wanted: names differ. sequence: the records are SequenceExamples.
@@ -156,7 +153,7 @@ def _column(batch: Any, column: Any, number: int, n: int) -> Decoded:
     return Decoded(valid, outer, inner, values, edges)
 
 
-def infer(records: Records, *, sequence: bool) -> list[Found]:
+def infer(records: ExampleRecords, *, sequence: bool) -> list[Found]:
     """Collect the features of records. Raises: Fault. Cost: one pass over the records."""
     batch, kept = _batch(records, sequence)
     room = _ROOM
@@ -183,7 +180,7 @@ def infer(records: Records, *, sequence: bool) -> list[Found]:
     ]
 
 
-def _batch(records: Records, sequence: bool) -> tuple[Any, list[Any]]:
+def _batch(records: ExampleRecords, sequence: bool) -> tuple[Any, list[Any]]:
     """Return the struct of a batch, and what must live as long."""
     buffer, starts, lengths = records
     ends = starts + lengths
@@ -205,7 +202,7 @@ def _check(result: int, batch: Any, column: int) -> None:
         raise Fault(batch.row, column, batch.fault, batch.found)
 
 
-def encode(sources: Sequence[Source], n: int, *, sequence: bool) -> tuple[Bytes, Int64s]:
+def encode(sources: Sequence[ColumnSource], n: int, *, sequence: bool) -> tuple[Bytes, Int64s]:
     """Encode n records.
 
     Args:    sources: in the order in which the features are to be written.

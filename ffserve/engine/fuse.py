@@ -8,12 +8,10 @@ from __future__ import annotations
 import os
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ffserve.dtypes import Int64s
 from ffserve.engine.core import I64S, NULL, U8S, ffi, from_buffer, lib
-from ffserve.engine.shm import View
-
-Int64s = NDArray[np.int64]
+from ffserve.engine.shm import MappedView
 
 
 class Requests:
@@ -52,7 +50,7 @@ class Requests:
         c.named_count, c.request_size = len(samples), request_size
         c.content_size, c.hits_room = content_size, hit_count
 
-    def next(self, view: View | None) -> int:
+    def next(self, view: MappedView | None) -> int:
         """Wait for a request that cannot be answered from memory.
 
         Args: view: of the samples; None: none is in memory.

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.dtypes import Bytes
 from ffserve.engine.core import NULL, U8S, ffi, from_buffer, lib
 
 WINDOW_SIZE = 32 << 10
@@ -62,7 +63,7 @@ class BlockInflater:
         """What is wrong with the stream, after BAD."""
         return str(ffi.string(self._c.message).decode())
 
-    def run(self, data: memoryview, out: NDArray[np.uint8]) -> tuple[int, NDArray[Any]]:
+    def run(self, data: memoryview, out: Bytes) -> tuple[int, NDArray[Any]]:
         """Continue with the file's bytes from `used` on.
 
         Returns: MORE, BAD or REST; and the marks that were found, rising in both fields.
@@ -76,7 +77,7 @@ class BlockInflater:
 
 
 def inflate_span(
-    data: memoryview, bit: int, window: bytes, skip: int, out: NDArray[np.uint8], *, members: bool
+    data: memoryview, bit: int, window: bytes, skip: int, out: Bytes, *, members: bool
 ) -> tuple[int, int, int]:
     """Decode from the beginning of a block on.
 

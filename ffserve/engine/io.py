@@ -31,6 +31,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.dtypes import Bools, Int32s, Int64s
 from ffserve.engine import arrays, codec
 from ffserve.engine.core import I32S, I64S, NULL, ffi, from_buffer, lib
 from ffserve.engine.opening import (
@@ -46,7 +47,6 @@ from ffserve.errors import ReadError, UsageError
 
 log = logging.getLogger("ffserve")
 
-Int64s = NDArray[np.int64]
 Kind = Literal["registered", "uring", "aio", "threads"]
 
 KINDS: dict[Kind, int] = {
@@ -62,9 +62,9 @@ ECHECKSUM: int = lib.FFS_ECHECKSUM
 ETRUNCATED: int = lib.FFS_ETRUNCATED
 
 
-def refused(status: NDArray[np.int32]) -> NDArray[np.bool_]:
+def refused(status: Int32s) -> Bools:
     """Return which records have a read that the kernel refused (-errno)."""
-    found: NDArray[np.bool_] = (status < 0) & (status > ETRUNCATED) & (status > ECHECKSUM)
+    found: Bools = (status < 0) & (status > ETRUNCATED) & (status > ECHECKSUM)
     return found
 
 
@@ -148,9 +148,9 @@ class EngineBatch:
     def of_blocks(
         cls,
         shards: Shards,
-        blocks: NDArray[np.int64],
-        offsets: NDArray[np.int64],
-        sizes: NDArray[np.int64],
+        blocks: Int64s,
+        offsets: Int64s,
+        sizes: Int64s,
         arena_address: int,
         merge: tuple[int, int, int],
         *,
@@ -332,7 +332,7 @@ class Engine:
             raise _error(rc, "cannot add the file")
         return rc
 
-    def add_files(self, fds: NDArray[np.int32], alignments: Int64s) -> NDArray[np.int32]:
+    def add_files(self, fds: Int32s, alignments: Int64s) -> Int32s:
         """Add open files, as `add_file` does; return their ids, -1 where `fds` is -1."""
         ids = np.empty(len(fds), np.int32)
         rc = lib.ffs_files_add(
@@ -695,7 +695,7 @@ def open_direct(path_or_fd: str | os.PathLike[str] | int) -> tuple[int, int]:
     return fd, alignment
 
 
-def open_direct_all(fds: NDArray[np.int32]) -> tuple[NDArray[np.int32], Int64s]:
+def open_direct_all(fds: Int32s) -> tuple[Int32s, Int64s]:
     """Open the files of descriptors again, each as `open_direct` does.
 
     Returns: descriptors and alignments.
@@ -725,7 +725,7 @@ def open_direct_all(fds: NDArray[np.int32]) -> tuple[NDArray[np.int32], Int64s]:
     return opened, alignments
 
 
-def _direct_alignments(fds: NDArray[np.int32]) -> Int64s:
+def _direct_alignments(fds: Int32s) -> Int64s:
     """Return `direct_alignment` of each descriptor."""
     alignments = stated_alignments(fds)
     devices = stat_fds(fds)[0]["device"].tolist()

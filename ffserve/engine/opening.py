@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.dtypes import Bools, Bytes, Int32s, Int64s
 from ffserve.engine.core import I32S, I64S, NULL, U8S, ffi, from_buffer, lib
 
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
 States = NDArray[np.void]
 """An array of STATE_DTYPE."""
 
@@ -124,7 +123,7 @@ def clear_flags(fds: Int32s, flags: int) -> None:
     _all(lib.ffs_clear_flags(from_buffer(I32S, fds), len(fds), flags, code), len(fds), code)
 
 
-def have_acls(fds: Int32s) -> NDArray[np.bool_]:
+def have_acls(fds: Int32s) -> Bools:
     """Return which files have an ACL, or may have one that cannot be read."""
     has = np.empty(len(fds), np.bool_)
     lib.ffs_have_acls(from_buffer(I32S, fds), len(fds), from_buffer(U8S, has.view(np.uint8)))
@@ -133,7 +132,7 @@ def have_acls(fds: Int32s) -> NDArray[np.bool_]:
 
 def read_pieces(
     fds: Int32s, sizes: Int64s, most: int, offsets: Int64s | None = None
-) -> tuple[NDArray[np.uint8], Int64s, OSError | None]:
+) -> tuple[Bytes, Int64s, OSError | None]:
     """Read a piece of each of several files.
 
     Args: sizes: int64[n], contiguous; of the files. most: bytes of each. offsets: int64[n], where

@@ -19,19 +19,16 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.dtypes import Bytes, Int64s, UInt64s
 from ffserve.engine.arrays import separate
 from ffserve.engine.core import DESTS, I64S, NULL, U8S, U64S, ffi, from_buffer, lib
 from ffserve.errors import ReadError, SampleIndexError, UsageError
-
-Int64s = NDArray[np.int64]
-UInt64s = NDArray[np.uint64]
-Bytes = NDArray[np.uint8]
 
 NOWHERE = 2**64 - 1
 """No offset: a sample that is not readable, a read without a slot, a record without an entry."""
 
 DURATIONS: int = lib.FFS_DURATIONS
-"""Buckets of `View.take_times`."""
+"""Buckets of `MappedView.take_times`."""
 
 ENTRY_DTYPE = np.dtype([("seq", "u4"), ("length_low", "u4"), ("place", "u8")])
 assert ENTRY_DTYPE.itemsize == ffi.sizeof("ffs_entry")
@@ -103,7 +100,7 @@ class Located(NamedTuple):
     unknown: int
 
 
-class View:
+class MappedView:
     """Arenas and directories, as a client needs them to copy samples.
 
     Args:
@@ -184,7 +181,7 @@ class View:
         self,
         indices: Int64s,
         offsets: Int64s,
-        buffer: NDArray[np.uint8] | None,
+        buffer: Bytes | None,
         dests: UInt64s | None = None,
         positions: Int64s | None = None,
     ) -> Int64s | None:

@@ -10,14 +10,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ffserve.dtypes import Bools, Bytes, Floats, Int32s, Int64s
 from ffserve.engine.core import DOUBLES, I32S, I64S, U8S, ffi, from_buffer, lib
-
-Int64s = NDArray[np.int64]
-Int32s = NDArray[np.int32]
-Bytes = NDArray[np.uint8]
-Floats = NDArray[np.float64]
 
 ROWS: int = lib.FFS_BLOCK_ROWS
 """Rows of a table of blocks, int64[ROWS, n]: first sample, number of samples, begin and end in the
@@ -123,12 +118,12 @@ class Slots:
     def __init__(
         self,
         slot_of: Int32s,
-        states: NDArray[np.uint8],
+        states: Bytes,
         pins: Int32s,
         firsts: Int64s,
         counts: Int32s,
         loads: Int32s,
-        parked: NDArray[np.bool_],
+        parked: Bools,
         offsets: Int64s,
         sizes: Int64s,
         shards: Shards,
@@ -244,7 +239,7 @@ class Slots:
         assert count >= 0, "samples belong to open shards"
         return slots[:count]
 
-    def usable(self, slots: Int64s) -> NDArray[np.bool_]:
+    def usable(self, slots: Int64s) -> Bools:
         """Return for each slot whether it is resident and has no pin."""
         usable = np.empty(len(slots), np.bool_)
         rc = lib.ffs_slots_usable(
@@ -318,7 +313,7 @@ class Residents:
         self,
         keys: Int64s,
         groups: Int32s,
-        prefetched: NDArray[np.bool_],
+        prefetched: Bools,
         sizes: Int64s,
         classes: Int32s,
         slots_per_slab: int,
@@ -422,7 +417,7 @@ def by_key(slots: Int64s, keys: Int64s, far: int) -> tuple[Int64s, Int64s]:
     return slots[rising], keys[rising]
 
 
-def mark(seen: NDArray[np.bool_], numbers: Int64s, low: int) -> tuple[int, int]:
+def mark(seen: Bools, numbers: Int64s, low: int) -> tuple[int, int]:
     """Mark seen[numbers - low]; return how many were not marked before, and how many were. A number
     that comes twice is counted once."""
     found = ffi.new("int64_t[2]")
@@ -464,7 +459,7 @@ class SilentJobs:
             it has seen, and one that it has not. The arrays are not copied.
     """
 
-    def __init__(self, jobs: Sequence[tuple[NDArray[np.bool_] | None, int, float, float]]) -> None:
+    def __init__(self, jobs: Sequence[tuple[Bools | None, int, float, float]]) -> None:
         self.c = ffi.new("ffs_silent_job[]", len(jobs))
         self._keep = []
         for job, (seen, low, again, first) in zip(self.c, jobs, strict=True):

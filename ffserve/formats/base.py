@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.dtypes import Bools, Bytes, Int64s, UInt32s, UInt64s
 from ffserve.errors import TruncatedError, UsageError
 
 CHECKSUM_NONE = 0
@@ -67,9 +68,9 @@ class Shard(Protocol):
 
     def load(
         self,
-        offsets: NDArray[np.uint64],
-        lengths: NDArray[np.uint64],
-        checksums: NDArray[np.uint32],
+        offsets: UInt64s,
+        lengths: UInt64s,
+        checksums: UInt32s,
     ) -> None:
         """Fill the caller's arrays, ``count`` entries each.
 
@@ -89,15 +90,15 @@ class Chunks:
     sizes: int64[n], decoded bytes as the file claims; ``decode`` verifies them.
     """
 
-    firsts: NDArray[np.int64]
-    begins: NDArray[np.int64]
-    ends: NDArray[np.int64]
-    sizes: NDArray[np.int64]
+    firsts: Int64s
+    begins: Int64s
+    ends: Int64s
+    sizes: Int64s
 
     def __len__(self) -> int:
         return len(self.begins)
 
-    def holding(self, records: NDArray[np.int64]) -> NDArray[np.int64]:
+    def holding(self, records: Int64s) -> Int64s:
         """Return the number of the chunk that holds each record."""
         return np.searchsorted(self.firsts, records, side="right") - 1
 
@@ -123,9 +124,7 @@ class ChunkedShard(Shard, Protocol):
         """
         ...
 
-    def decode(
-        self, chunk: int, extent: memoryview, into: NDArray[np.uint8]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def decode(self, chunk: int, extent: memoryview, into: Bytes) -> tuple[Int64s, Int64s]:
         """Verify and decode one chunk.
 
         Args:
@@ -147,9 +146,9 @@ class Heads:
     int64[n], of the files.
     """
 
-    bytes: NDArray[np.uint8]
-    got: NDArray[np.int64]
-    sizes: NDArray[np.int64]
+    bytes: Bytes
+    got: Int64s
+    sizes: Int64s
 
     def take(self, rows: list[int]) -> Heads:
         """Return those of some files."""
@@ -168,14 +167,14 @@ class SmallShards:
     chunked: those with chunks.
     """
 
-    done: NDArray[np.bool_]
-    counts: NDArray[np.int64]
+    done: Bools
+    counts: Int64s
     fingerprints: list[int]
     kinds: list[int]
-    payload_sizes: NDArray[np.int64]
-    offsets: NDArray[np.uint64]
-    lengths: NDArray[np.uint64]
-    checksums: NDArray[np.uint32]
+    payload_sizes: Int64s
+    offsets: UInt64s
+    lengths: UInt64s
+    checksums: UInt32s
     chunked: list[ChunkedShard | None] | None = None
 
 
@@ -221,9 +220,7 @@ class GrowingEncoder(Encoder, Protocol):
 class BatchEncoder(Encoder, Protocol):
     """An encoder that accepts many samples at once, which is faster for small ones."""
 
-    def encode_batch(
-        self, payloads: NDArray[np.uint8], edges: NDArray[np.int64]
-    ) -> Iterable[bytes | memoryview]:
+    def encode_batch(self, payloads: Bytes, edges: Int64s) -> Iterable[bytes | memoryview]:
         """Encode samples that are stored back to back; equals ``encode`` for each in turn.
 
         Args:    payloads: uint8, contiguous. edges: int64[n + 1], rising from 0 to its length.
@@ -299,9 +296,9 @@ class SmallFormat(Format, Protocol):
 class ScannedShard(Shard, Protocol):
     """A shard that can be restored from what an index file keeps."""
 
-    lengths: NDArray[np.uint64]
+    lengths: UInt64s
     """Of the payloads."""
-    checksums: NDArray[np.uint32]
+    checksums: UInt32s
     sound: bool
     """Whether the scan skipped nothing."""
 
@@ -310,7 +307,7 @@ class ScannedShard(Shard, Protocol):
         """What an index file keeps beside lengths and checksums; the format's own."""
         ...
 
-    def agrees(self, read_at: ReadAt, records: NDArray[np.int64]) -> bool:
+    def agrees(self, read_at: ReadAt, records: Int64s) -> bool:
         """Whether a file has these records as the shard says.
 
         Args: read_at: the file. records: their numbers, at least one.
@@ -353,8 +350,8 @@ class ScannedFormat(Format, Protocol):
 
     def restore(
         self,
-        lengths: NDArray[np.uint64],
-        checksums: NDArray[np.uint32],
+        lengths: UInt64s,
+        checksums: UInt32s,
         kept: bytes,
         size: int,
         path: str,
@@ -365,18 +362,16 @@ class ScannedFormat(Format, Protocol):
     def agrees(
         self,
         read_at: ReadAt,
-        offsets: NDArray[np.uint64],
-        lengths: NDArray[np.uint64],
-        checksums: NDArray[np.uint32],
+        offsets: UInt64s,
+        lengths: UInt64s,
+        checksums: UInt32s,
     ) -> bool:
         """Whether a file has records with these payloads; the payloads are not read. Only for
         records that are stored as they are."""
         ...
 
 
-def scan_fingerprint(
-    name: str, lengths: NDArray[np.uint64], checksums: NDArray[np.uint32], size: int
-) -> int:
+def scan_fingerprint(name: str, lengths: UInt64s, checksums: UInt32s, size: int) -> int:
     """Return the fingerprint of a scanned shard: of its records, and of the size of its file."""
     crc, adler = zlib.crc32, zlib.adler32
     first, second = (np.ascontiguousarray(table).data for table in (lengths, checksums))
@@ -386,12 +381,12 @@ def scan_fingerprint(
     return int.from_bytes(digest, "little")
 
 
-def sums(values: NDArray[np.unsignedinteger[Any]], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def sums(values: NDArray[np.unsignedinteger[Any]], counts: Int64s) -> Int64s:
     """Return the sum of each of several runs of values, which follow each other."""
     before = np.zeros(len(values) + 1, np.int64)
     np.cumsum(values, out=before[1:], dtype=np.int64)
     ends = np.cumsum(counts)
-    found: NDArray[np.int64] = before[ends] - before[ends - counts]
+    found: Int64s = before[ends] - before[ends - counts]
     return found
 
 

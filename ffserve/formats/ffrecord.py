@@ -31,6 +31,7 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.dtypes import Bytes, Int64s, UInt32s, UInt64s
 from ffserve.engine.codec import checksums, small_ffrecord
 from ffserve.errors import ChecksumError, FormatError, ReadError, TruncatedError, UsageError
 from ffserve.formats.base import (
@@ -72,7 +73,7 @@ class _Tables:
     last_checksum: int
     problem: FormatError | None
     """Error for the first invalid offset, if any."""
-    kept: tuple[NDArray[np.int64], NDArray[np.uint32]] | None = None
+    kept: tuple[Int64s, UInt32s] | None = None
     """Offsets and checksums."""
 
 
@@ -89,8 +90,8 @@ class _TableReader:
 
     def run(
         self,
-        offsets: NDArray[np.uint64] | None = None,
-        checksums: NDArray[np.uint32] | None = None,
+        offsets: UInt64s | None = None,
+        checksums: UInt32s | None = None,
     ) -> _Tables:
         piece = np.empty(min(PIECE_SIZE, max(8 * self._count, 8)), np.uint8)
         last_checksum = 0
@@ -119,7 +120,7 @@ class _TableReader:
         return _Tables(crc, adler, *last, problem, (offsets, checksums))
 
     def _pieces(
-        self, piece: NDArray[np.uint8], start: int, dtype: np.dtype[np.generic]
+        self, piece: Bytes, start: int, dtype: np.dtype[np.generic]
     ) -> Iterator[tuple[int, NDArray[np.generic]]]:
         step = len(piece) // dtype.itemsize
         for first in range(0, self._count, step):
@@ -166,9 +167,9 @@ class FFRecordShard:
 
     def load(
         self,
-        offsets: NDArray[np.uint64],
-        lengths: NDArray[np.uint64],
-        checksums: NDArray[np.uint32],
+        offsets: UInt64s,
+        lengths: UInt64s,
+        checksums: UInt32s,
     ) -> None:
         """Fill the caller's arrays with the tables.
 
@@ -226,9 +227,7 @@ class FFRecordEncoder:
         self._next_start += len(payload)
         return (payload,)
 
-    def encode_batch(
-        self, payloads: NDArray[np.uint8], edges: NDArray[np.int64]
-    ) -> Iterable[bytes | memoryview]:
+    def encode_batch(self, payloads: Bytes, edges: Int64s) -> Iterable[bytes | memoryview]:
         """Record offsets and checksums; the payloads are stored unchanged."""
         starts = edges[:-1].astype(np.uint64)
         lengths = np.diff(edges).astype(np.uint64)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.dtypes import Bytes, Int64s, UInt32s, UInt64s
 from ffserve.engine.codec import CHUNK_TABLES, checksum, small_recordio, split_records
 from ffserve.errors import (
     ChecksumError,
@@ -74,18 +75,18 @@ class RecordIOShard:
     chunks: Chunks
     dialect: Dialect | None
     """None for an empty file."""
-    checksums: NDArray[np.uint32]
+    checksums: UInt32s
     """Stored checksum of each chunk."""
-    compressors: NDArray[np.uint8]
+    compressors: Bytes
     _problems: dict[int, FFServeError] = field(repr=False)
     _verify: bool = field(repr=False)
     format: str = "recordio"
 
     def load(
         self,
-        offsets: NDArray[np.uint64],
-        lengths: NDArray[np.uint64],
-        checksums: NDArray[np.uint32],
+        offsets: UInt64s,
+        lengths: UInt64s,
+        checksums: UInt32s,
     ) -> None:
         """Fill the caller's arrays; see ``ChunkedShard``."""
         counts = np.diff(self.chunks.firsts)
@@ -125,9 +126,7 @@ class RecordIOShard:
             chunks.sizes[chunk] = 0
             chunks.ends[chunk] = chunks.begins[chunk]
 
-    def decode(
-        self, chunk: int, extent: memoryview, into: NDArray[np.uint8]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def decode(self, chunk: int, extent: memoryview, into: Bytes) -> tuple[Int64s, Int64s]:
         """Verify and decode a chunk; see ``ChunkedShard``."""
         problem = self._problems.get(chunk)
         if problem is not None:
@@ -142,8 +141,8 @@ class RecordIOShard:
             ) from None
 
     def _decode(
-        self, chunk: int, dialect: Dialect, extent: memoryview, into: NDArray[np.uint8]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        self, chunk: int, dialect: Dialect, extent: memoryview, into: Bytes
+    ) -> tuple[Int64s, Int64s]:
         chunks = self.chunks
         count = int(chunks.firsts[chunk + 1] - chunks.firsts[chunk])
         size = int(chunks.ends[chunk] - chunks.begins[chunk]) - HEADER.size

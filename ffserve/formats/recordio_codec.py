@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ffserve.dtypes import Bytes
 from ffserve.errors import FormatError
 from ffserve.formats.base import CHECKSUM_CRC32, CHECKSUM_CRC32C
 
@@ -96,9 +96,7 @@ def compress(compression: str, payload: bytes | bytearray, *, framed: bool) -> b
     return memoryview(packed)
 
 
-def decompress(
-    compression: str, payload: memoryview, into: NDArray[np.uint8], *, framed: bool
-) -> None:
+def decompress(compression: str, payload: memoryview, into: Bytes, *, framed: bool) -> None:
     """Decode a payload into `into`, which has exactly its decoded size, without other memory.
 
     Raises: FormatError: the payload is damaged, or its decoded size differs.

@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.dtypes import Bytes, Int64s, UInt32s, UInt64s
 from ffserve.engine import inflate
 from ffserve.engine.codec import CRC_32C, FRAME_HEADER_SIZE, FRAME_SIZE, FrameScanner, crc32c
 from ffserve.engine.codec import checksums as checksums_of
@@ -92,10 +93,6 @@ _SAME = -1
 _WINDOW_MOST = WINDOW_SIZE + 1024
 """Bytes of a compressed window at most."""
 
-Int64s = NDArray[np.int64]
-Uint64s = NDArray[np.uint64]
-Uint32s = NDArray[np.uint32]
-
 
 class InOrderOnlyError(UsageError, TypeError):
     """Random access to a compressed file, or its length, was requested of a build without zlib.
@@ -111,9 +108,9 @@ class CompressedShard:
     path: str
     size: int
     compression: str
-    offsets: Uint64s = field(repr=False)
-    lengths: Uint64s = field(repr=False)
-    checksums: Uint32s = field(repr=False)
+    offsets: UInt64s = field(repr=False)
+    lengths: UInt64s = field(repr=False)
+    checksums: UInt32s = field(repr=False)
     """CRC-32C of each payload, unmasked."""
     chunks: Chunks = field(repr=False)
     rows: NDArray[Any] = field(repr=False)
@@ -140,7 +137,7 @@ class CompressedShard:
         self._fits: bool | None = None
         """What `fits` returns, once it was found out."""
 
-    def load(self, offsets: Uint64s, lengths: Uint64s, checksums: Uint32s) -> None:
+    def load(self, offsets: UInt64s, lengths: UInt64s, checksums: UInt32s) -> None:
         """Fill the caller's arrays; the offsets are those of the chunks in the file."""
         offsets[:] = np.repeat(self.chunks.begins.astype(np.uint64), np.diff(self.chunks.firsts))
         lengths[:] = self.lengths
@@ -175,9 +172,7 @@ class CompressedShard:
     def _encoded(self) -> Int64s:
         return self.chunks.ends - self.chunks.begins
 
-    def decode(
-        self, chunk: int, extent: memoryview, into: NDArray[np.uint8]
-    ) -> tuple[Int64s, Int64s]:
+    def decode(self, chunk: int, extent: memoryview, into: Bytes) -> tuple[Int64s, Int64s]:
         """Verify and decode a chunk; see ``ChunkedShard``."""
         problem = self.problems.get(chunk)
         if problem is not None:
@@ -204,7 +199,7 @@ class CompressedShard:
             )
         return self._records(chunk, slice(first, int(self.chunks.firsts[chunk + 1])), into)
 
-    def _records(self, chunk: int, rows: slice, into: NDArray[np.uint8]) -> tuple[Int64s, Int64s]:
+    def _records(self, chunk: int, rows: slice, into: Bytes) -> tuple[Int64s, Int64s]:
         """Verify the frames of a decoded chunk; return starts and lengths of the payloads."""
         scanner = FrameScanner(len(into), verify=self.verify)
         stop = scanner.feed(into.data, 0) if len(into) else FrameScanner.END
@@ -294,7 +289,7 @@ class CompressedShard:
 
 
 def restore(
-    lengths: Uint64s, checksums: Uint32s, kept: bytes, size: int, path: str
+    lengths: UInt64s, checksums: UInt32s, kept: bytes, size: int, path: str
 ) -> CompressedShard | None:
     """Return the shard of an earlier pass; None if `kept` is invalid or contradicts the rest.
 
@@ -325,7 +320,7 @@ def restore(
     return _shard(path, size, _COMPRESSIONS[number], lengths, checksums, rows, windows, ends)
 
 
-def _rows_are_valid(rows: NDArray[Any], windows: int, ends: Uint64s, size: int) -> bool:
+def _rows_are_valid(rows: NDArray[Any], windows: int, ends: UInt64s, size: int) -> bool:
     firsts, sizes = rows["first"], rows["window"]
     if firsts[0] != 0 or (firsts >= len(ends)).any() or (firsts[1:] <= firsts[:-1]).any():
         return False
@@ -344,7 +339,7 @@ def _rows_are_valid(rows: NDArray[Any], windows: int, ends: Uint64s, size: int) 
     )
 
 
-def _starts(firsts: Uint64s, ends: Uint64s) -> Uint64s:
+def _starts(firsts: UInt64s, ends: UInt64s) -> UInt64s:
     """Return where records begin in the output, given where all records end."""
     before = np.concatenate((np.zeros(1, np.uint64), ends))
     return before[firsts.astype(np.int64)]
@@ -354,11 +349,11 @@ def _shard(
     path: str,
     size: int,
     compression: str,
-    lengths: Uint64s,
-    checksums: Uint32s,
+    lengths: UInt64s,
+    checksums: UInt32s,
     rows: NDArray[Any],
     windows: bytes,
-    ends: Uint64s,
+    ends: UInt64s,
 ) -> CompressedShard:
     starts = _starts(np.append(rows["first"], np.uint64(len(lengths))), ends).astype(np.int64)
     chunks = Chunks(
@@ -432,7 +427,7 @@ class _Pass:
             problem = error.located()  # without a traceback, whose frames hold the buffers
         return self._found(problem)
 
-    def _pieces(self) -> Iterator[tuple[NDArray[np.uint8], int, NDArray[Any]]]:
+    def _pieces(self) -> Iterator[tuple[Bytes, int, NDArray[Any]]]:
         """Yield the output in pieces: a piece behind its window, the offset of that window, and the
         beginnings of blocks in the piece."""
         inflater, buffer = self._inflater, self._buffer
@@ -513,7 +508,7 @@ class _Pass:
             shard.problems[len(rows) - 1] = problem
         return shard
 
-    def _refers_to(self, bit: int, window: NDArray[np.uint8]) -> bytes:
+    def _refers_to(self, bit: int, window: Bytes) -> bytes:
         """Return a compressed window with those bytes only to which the output from a block's
         beginning on refers; no bytes if it refers to none."""
         if not len(window):
@@ -543,13 +538,13 @@ class _Sums:
     """Computes the checksums of records whose bytes come in pieces."""
 
     def __init__(self) -> None:
-        self._found: list[Uint32s] = []
+        self._found: list[UInt32s] = []
         self._count = 0
         self._begun = False
         """Whether the record after those was begun: `_sum` covers it up to `_at`."""
         self._sum = self._at = 0
 
-    def add(self, view: NDArray[np.uint8], base: int, offsets: Uint64s, lengths: Uint64s) -> None:
+    def add(self, view: Bytes, base: int, offsets: UInt64s, lengths: UInt64s) -> None:
         """Take a piece of the output, which begins at `base`, and all records found so far."""
         end = base + len(view)
         if self._begun:
@@ -573,7 +568,7 @@ class _Sums:
             start = int(offsets[self._count])
             self._sum, self._at, self._begun = crc32c(view[start - base :].data), end, True
 
-    def differ(self, checksums: Uint32s) -> Int64s:
+    def differ(self, checksums: UInt32s) -> Int64s:
         """Return the records that do not match their checksums."""
         found = np.concatenate([np.zeros(0, np.uint32), *self._found])
         return np.flatnonzero(found[: len(checksums)] != checksums)
@@ -585,7 +580,7 @@ class _Cutter:
     Args: refers_to: returns the compressed window of a block (its bit, the output before it).
     """
 
-    def __init__(self, refers_to: Callable[[int, NDArray[np.uint8]], bytes]) -> None:
+    def __init__(self, refers_to: Callable[[int, Bytes], bytes]) -> None:
         self._refers_to = refers_to
         self._rows: list[tuple[int, int, int, int, int]] = []
         self._windows: list[bytes] = []
@@ -600,10 +595,10 @@ class _Cutter:
 
     def add(
         self,
-        view: NDArray[np.uint8],
+        view: Bytes,
         base: int,
         marks: NDArray[Any],
-        offsets: Uint64s,
+        offsets: UInt64s,
         used: int,
     ) -> None:
         """Take a piece of the output.
@@ -628,7 +623,7 @@ class _Cutter:
             self._carried = marks[-1:].copy()
             self._carried_window = _before(view, int(places[-1]) - base).copy()
 
-    def _next(self, offsets: Uint64s, places: Int64s) -> tuple[int, int, int] | None:
+    def _next(self, offsets: UInt64s, places: Int64s) -> tuple[int, int, int] | None:
         """Return the first record of the next chunk, its offset, and its block among those that
         begin at `places`; None if that is not known yet."""
         starts = offsets[self._first :].astype(np.int64) - FRAME_HEADER_SIZE
@@ -647,9 +642,7 @@ class _Cutter:
             k = int(np.searchsorted(places, starts[row], side="right")) - 1
         return self._first + row, int(starts[row]), k
 
-    def _begin(
-        self, record: int, start: int, bit: int, place: int, window: NDArray[np.uint8]
-    ) -> None:
+    def _begin(self, record: int, start: int, bit: int, place: int, window: Bytes) -> None:
         kept = self._refers_to(bit, window)
         self._windows.append(kept)
         self._rows.append((bit, 0, record, start - place, len(kept)))
@@ -668,11 +661,11 @@ class _Cutter:
         return rows[:kept], b"".join(self._windows[:kept])
 
 
-def _before(view: NDArray[np.uint8], place: int) -> NDArray[np.uint8]:
+def _before(view: Bytes, place: int) -> Bytes:
     return view[max(0, place - WINDOW_SIZE) : place]
 
 
-def _isolated(rows: NDArray[Any], offsets: Uint64s, bad: Int64s) -> NDArray[Any]:
+def _isolated(rows: NDArray[Any], offsets: UInt64s, bad: Int64s) -> NDArray[Any]:
     """Give each bad record a chunk of its own, decoded from the block of the chunk it was in."""
     if not len(bad):
         return rows

@@ -27,8 +27,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ffserve.dtypes import Bools, Bytes, Int64s, UInt32s, UInt64s
 from ffserve.engine import codec
 from ffserve.engine.codec import FRAME_FOOTER_SIZE, FRAME_HEADER_SIZE, FRAME_SIZE
 from ffserve.errors import GAP_CHECKSUM, ChecksumError, FFServeError, TruncatedError, UsageError
@@ -70,9 +70,9 @@ class TFRecordShard:
     size: int
     count: int
     fingerprint: int
-    offsets: NDArray[np.uint64] = field(repr=False)
-    lengths: NDArray[np.uint64] = field(repr=False)
-    checksums: NDArray[np.uint32] = field(repr=False)
+    offsets: UInt64s = field(repr=False)
+    lengths: UInt64s = field(repr=False)
+    checksums: UInt32s = field(repr=False)
     """CRC-32C of each payload, unmasked."""
     sound: bool = True
     """Whether a tolerant scan skipped nothing."""
@@ -81,9 +81,9 @@ class TFRecordShard:
 
     def load(
         self,
-        offsets: NDArray[np.uint64],
-        lengths: NDArray[np.uint64],
-        checksums: NDArray[np.uint32],
+        offsets: UInt64s,
+        lengths: UInt64s,
+        checksums: UInt32s,
     ) -> None:
         """Fill the caller's arrays.
 
@@ -104,7 +104,7 @@ class TFRecordShard:
         """Nothing: an index file keeps lengths and checksums only."""
         return b""
 
-    def agrees(self, read_at: ReadAt, records: NDArray[np.int64]) -> bool:
+    def agrees(self, read_at: ReadAt, records: Int64s) -> bool:
         """Whether a file has these records; see `TFRecord.agrees`."""
         tables = self.offsets[records], self.lengths[records], self.checksums[records]
         return FORMAT.agrees(read_at, *tables)
@@ -126,7 +126,7 @@ class _Scan:
         self._budget = 8 * size + SEARCH_SIZE
         self.sound = True
 
-    def run(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32]]:
+    def run(self) -> tuple[UInt64s, UInt64s, UInt32s]:
         scanner, window = self._scanner, FIRST_WINDOW
         while True:
             want = FRAME_SIZE if scanner.last_length >= LARGE_SIZE else window
@@ -228,9 +228,7 @@ class TFRecordEncoder:
         footer = _FOOTER.pack(codec.mask(codec.crc32c(payload)))
         return (frame_header(len(payload)), payload, footer)
 
-    def encode_batch(
-        self, payloads: NDArray[np.uint8], edges: NDArray[np.int64]
-    ) -> Iterable[bytes | memoryview]:
+    def encode_batch(self, payloads: Bytes, edges: Int64s) -> Iterable[bytes | memoryview]:
         """Return the frames of all samples in one piece."""
         return (codec.frame_all(payloads, edges).data,)
 
@@ -336,10 +334,10 @@ class TFRecord:
 
     def small_shards(
         self,
-        done: NDArray[np.bool_],
-        counts: NDArray[np.int64],
+        done: Bools,
+        counts: Int64s,
         tables: codec.Tables,
-        sizes: NDArray[np.int64],
+        sizes: Int64s,
     ) -> SmallShards:
         """Return shards that were opened together. Args: as of `SmallShards`; sizes of files."""
         ends = np.cumsum(counts).tolist()
@@ -355,8 +353,8 @@ class TFRecord:
 
     def restore(
         self,
-        lengths: NDArray[np.uint64],
-        checksums: NDArray[np.uint32],
+        lengths: UInt64s,
+        checksums: UInt32s,
         kept: bytes,
         size: int,
         path: str,
@@ -381,9 +379,9 @@ class TFRecord:
     def agrees(
         self,
         read_at: ReadAt,
-        offsets: NDArray[np.uint64],
-        lengths: NDArray[np.uint64],
-        checksums: NDArray[np.uint32],
+        offsets: UInt64s,
+        lengths: UInt64s,
+        checksums: UInt32s,
     ) -> bool:
         """Whether a file has records with these payloads.
 
@@ -421,9 +419,9 @@ class TFRecord:
 
 
 def _shard(
-    offsets: NDArray[np.uint64],
-    lengths: NDArray[np.uint64],
-    checksums: NDArray[np.uint32],
+    offsets: UInt64s,
+    lengths: UInt64s,
+    checksums: UInt32s,
     size: int,
     path: str,
     sound: bool = True,

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ffserve.dtypes import Bools, Int64s
 from ffserve.engine import codec
 from ffserve.engine.codec import FRAME_HEADER_SIZE, FRAME_SIZE, checksums, frame_header_is_valid
 from ffserve.errors import ChecksumError, FFServeError, FormatError, TruncatedError
@@ -157,12 +157,12 @@ class Records:
     """
 
     block: bytes
-    offsets: NDArray[np.int64]
-    lengths: NDArray[np.int64]
+    offsets: Int64s
+    lengths: Int64s
     first: int
-    damaged: NDArray[np.bool_]
+    damaged: Bools
 
-    def without(self, rows: NDArray[np.int64]) -> Records:
+    def without(self, rows: Int64s) -> Records:
         """Return the records without the given rows."""
         kept = np.ones(len(self.offsets), np.bool_)
         kept[rows] = False

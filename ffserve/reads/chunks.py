@@ -19,16 +19,13 @@ from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ffserve.dtypes import Bytes, Int64s
 from ffserve.engine.io import EngineBatch
 from ffserve.engine.shm import NOWHERE
 from ffserve.errors import FFServeError, FormatError
 from ffserve.formats.base import ChunkedShard
 from ffserve.reads.damage import second_reads
-
-Bytes = NDArray[np.uint8]
-Int64s = NDArray[np.int64]
 
 BATCH_SIZE = 1 << 20
 """Bytes of chunks that are read as one batch and decoded by one thread, unless one is larger."""

@@ -14,11 +14,9 @@ import os
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.dtypes import Int32s, Int64s
 from ffserve.engine.cached import cached_extents, some_cached
 from ffserve.engine.opening import open_again
-
-Int64s = NDArray[np.int64]
-Int32s = NDArray[np.int32]
 
 SAMPLED_COUNT = 256
 """Pages of a file that are asked about when it is opened."""

@@ -17,13 +17,11 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.dtypes import Int32s, Int64s
 from ffserve.engine.io import MERGED_SIZE, EngineBatch, merge_reads, refused
 from ffserve.engine.shm import NOWHERE
 from ffserve.errors import STATUS_CHECKSUM, Failure
 from ffserve.reads.damage import WrongRecord
-
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
 
 MOST_AGAIN = 1024
 """Wrong records of a batch that are read a second time. A block may hold 8192 small samples; where

@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
-Int64s = NDArray[np.int64]
+from ffserve.dtypes import Int64s
 
 RUN_BITS = 5
 """log2 of the samples in a run: neighbours from a multiple of 32 on. A rank of 16 still has two

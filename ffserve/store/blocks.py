@@ -40,6 +40,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.dtypes import Int64s
 from ffserve.engine.codec import crc32c
 from ffserve.errors import ServerUnavailable
 from ffserve.system.memfd import punch
@@ -55,8 +56,6 @@ _HEAD = struct.Struct("<8sIIQII36s")
 _MAGIC, _VERSION = b"ffstore\n", 1
 _FLOCK = struct.Struct("hhqqi4x")
 _NO_COPY = (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM)
-
-Blocks = NDArray[np.int64]
 
 
 def boot_id() -> bytes:
@@ -83,7 +82,7 @@ def is_locked(fd: int, first: int, count: int = 1) -> bool:
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
-def runs(blocks: Blocks) -> list[tuple[int, int]]:
+def runs(blocks: Int64s) -> list[tuple[int, int]]:
     """Return first and count of each run of consecutive numbers; `blocks` rise."""
     if not len(blocks):
         return []
@@ -285,9 +284,9 @@ class StoredObject:
         """Return a descriptor of the sparse file for reading; the caller's."""
         return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
 
-    def missing(self, blocks: Blocks) -> Blocks:
+    def missing(self, blocks: Int64s) -> Int64s:
         """Return which of these blocks are not there."""
-        missing: Blocks = blocks[self.state.words[blocks] != PRESENT]
+        missing: Int64s = blocks[self.state.words[blocks] != PRESENT]
         return missing
 
     @property
@@ -297,7 +296,7 @@ class StoredObject:
 
     # ---- pins and claims ------------------------------------------------------------------
 
-    def pin(self, blocks: Blocks) -> None:
+    def pin(self, blocks: Int64s) -> None:
         """Keep blocks, those that are there and those that come; `blocks` rise.
 
         Raises: OSError: the kernel has no room for locks; then none is pinned.
@@ -315,7 +314,7 @@ class StoredObject:
                 raise
             self._pins[blocks] += 1
 
-    def unpin(self, blocks: Blocks) -> None:
+    def unpin(self, blocks: Int64s) -> None:
         """Take back one `pin`."""
         with self._lock:
             if self._pin_fd < 0:

@@ -26,11 +26,12 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 
+from ffserve.dtypes import Int64s
 from ffserve.errors import FFServeError, MissingFile, ReadError, UsageError
 from ffserve.formats.base import ReadAt
 from ffserve.store import origin, urls
 from ffserve.store.access import Access
-from ffserve.store.blocks import ABSENT, PRESENT, UNCHECKED, Blocks, StoredObject, write_at
+from ffserve.store.blocks import ABSENT, PRESENT, UNCHECKED, StoredObject, write_at
 from ffserve.store.directory import Store, default_directory, usual_limit
 from ffserve.store.origin import Identity, OriginError, RemoteFile
 
@@ -241,7 +242,7 @@ class OpenObject:
         self.shown = urls.shown(identity.url)
         self.pool = pool
 
-    def blocks(self, start: int, end: int) -> Blocks:
+    def blocks(self, start: int, end: int) -> Int64s:
         """Return the blocks of an extent."""
         size = self.stored.block_size
         return np.arange(start // size, -(-min(end, self.stored.size) // size))
@@ -613,7 +614,7 @@ class Fetcher:
             raise ReadError("the store's file was cut", path=opened.stored.path)
         return content
 
-    def repair(self, opened: OpenObject, blocks: Blocks) -> bool:
+    def repair(self, opened: OpenObject, blocks: Int64s) -> bool:
         """Drop blocks whose bytes on disk are not what was written; return whether any of them is
         to be fetched again."""
         stored = opened.stored

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from ffserve.torch.dataset import Int64s, announce, has_repeats, reached, readers_below, sources
+from ffserve.dtypes import Int64s
+from ffserve.torch.dataset import announce, has_repeats, reached, readers_below, sources
 
 log = logging.getLogger("ffserve")
 

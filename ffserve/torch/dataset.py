@@ -25,10 +25,9 @@ import torch.utils.data
 from numpy.typing import NDArray
 
 from ffserve.compat.ffrecord import FileReader, RecordReader, reader_of
+from ffserve.dtypes import Int64s
 from ffserve.errors import SampleIndexError, UsageError
 from ffserve.torch.prepared import Preparer
-
-Int64s = NDArray[np.int64]
 
 _EPOCHS_KEPT = 3
 """Announced epochs whose positions are counted per part: the current one, and the next."""

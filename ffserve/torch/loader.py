@@ -35,6 +35,7 @@ from torch.utils.data import BatchSampler
 
 from ffserve.client.connection import lead_job
 from ffserve.compat.ffrecord import FileReader
+from ffserve.dtypes import Int64s
 from ffserve.errors import UsageError
 from ffserve.torch.announce import (
     SETTLE_TIMEOUT_S,
@@ -42,14 +43,7 @@ from ffserve.torch.announce import (
     Announcement,
     Announcer,
 )
-from ffserve.torch.dataset import (
-    Dataset,
-    Int64s,
-    fetch_batch,
-    has_batch_method,
-    is_raw,
-    readers_below,
-)
+from ffserve.torch.dataset import Dataset, fetch_batch, has_batch_method, is_raw, readers_below
 from ffserve.torch.samplers import (
     EpochSampler,
     SamplerOrder,

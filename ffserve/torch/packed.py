@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.compat.ffrecord import reader_of
+from ffserve.dtypes import Int64s
 from ffserve.errors import SampleIndexError, UsageError
 from ffserve.packing import WINDOW, plan
-from ffserve.torch.dataset import Dataset, Int64s, announce, as_index, has_repeats, reached
+from ffserve.torch.dataset import Dataset, announce, as_index, has_repeats, reached
 
 _EPOCHS_KEPT = 3
 

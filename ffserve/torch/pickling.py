@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ffserve.client.source import Bytes
+from ffserve.dtypes import Bytes
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -17,14 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ffserve._version import __version__
 from ffserve.client.prepared import PreparedSource, prepared_source
+from ffserve.dtypes import Bytes, Int64s
 from ffserve.errors import FormatError, ProtocolError, ServerUnavailable, UsageError
-
-Bytes = NDArray[np.uint8]
-Int64s = NDArray[np.int64]
 
 _HEAD = struct.Struct("<4sHBB")
 """Magic, size of the whole header, container, number of parts."""

@@ -37,11 +37,11 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from ffserve.dtypes import Int64s
 from ffserve.errors import UsageError
 from ffserve.mixture import MixtureOrder
 from ffserve.order import (
     MAX_SAMPLE_COUNT,
-    Int64s,
     checked_integer,
     epoch_order,
     rank_part,

@@ -36,11 +36,8 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ffserve.engine.shm import Flag
-
-Bytes = NDArray[np.uint8]
 
 FREE, TAKEN, LEFT = 0, 1, 2
 HEAD_SIZE = 64

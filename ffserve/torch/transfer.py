@@ -32,8 +32,8 @@ import torch
 from numpy.typing import NDArray
 
 from ffserve.client import source
-from ffserve.client.source import Bytes, Int64s
 from ffserve.compat.ffrecord import FileReader
+from ffserve.dtypes import Bytes, Int64s
 from ffserve.engine.arrays import addresses
 from ffserve.errors import FFServeError
 from ffserve.torch.pickling import Pickler, is_plain

@@ -14,7 +14,8 @@ from collections.abc import Callable
 import numpy as np
 
 from ffserve.client.shared_memory import DaemonSource
-from ffserve.client.source import Batch, Bytes
+from ffserve.client.source import Batch
+from ffserve.dtypes import Bytes
 from ffserve.engine.fuse import Requests
 from ffserve.errors import FFServeError
 from ffserve.reader import Reader

@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ffserve.client.source import Int64s
+from ffserve.dtypes import Int64s
 from ffserve.engine.fuse import Requests
 from ffserve.errors import AccessDenied, FFServeError
 from ffserve.reader import Reader

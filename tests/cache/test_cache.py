@@ -41,15 +41,14 @@ from ffserve.errors import (
 )
 from ffserve.formats.base import UNKNOWN_LENGTH
 from ffserve.reads.opening import bound_lengths
+from ffserve.server.reading.pins import PIN_GRACE_S
+from ffserve.server.reading.requests import Owner, SampleRequest
 from ffserve.server.reading.scheduler import (
     GIVE_UP_S,
     MOST_UNACKNOWLEDGED,
-    PIN_GRACE_S,
     QUANTUM,
     QUANTUM_SIZE,
     RETRY_S,
-    Owner,
-    SampleRequest,
     Scheduler,
 )
 from ffserve.server.users.shares import ACTIVE_S, User
@@ -834,7 +833,7 @@ def test_a_user_who_asked_for_little_waited_for_the_next_turn_of_the_loop() -> N
     node = Node([[100] * 6000])
     scheduler, loads, finished, honest = scheduled(node)
     scheduler.wake = lambda: None
-    scheduler._most_reads = 4096
+    scheduler._most_reads = scheduler._order._most_reads = 4096
     hostile = Owner(into(finished), user=User(1, trusted=False))
     scheduler.add(asked(honest, 1, [0]), 0.0)
     ended(scheduler, loads[0], 0.0)
@@ -929,7 +928,7 @@ def test_users_that_came_and_went_were_kept_with_their_last_answer() -> None:
             ended(scheduler, loads.pop(), 0.0)
         assert owner.unacknowledged
         list(scheduler.leave(owner, 0.0))
-    assert len(scheduler._users) <= 2
+    assert len(scheduler._order.users) <= 2
     node.directory.close()
 
 
@@ -961,7 +960,7 @@ def crowding(lease: bool) -> tuple[Node, Scheduler, Owner]:
         scheduler.add(asked(hostile, tag, numbers, lease=lease), 0.0)
     for load in loads:
         ended(scheduler, load, 0.0)
-    scheduler.acknowledge(honest, [1])
+    scheduler.pins.acknowledge(honest, [1])
     assert len(hostile.leases if lease else hostile.unacknowledged) == answered
     for tag in range(5, 20):
         scheduler.add(asked(hostile, tag, list(range(256 * tag, 256 * (tag + 1)))), 0.0)
@@ -1037,11 +1036,11 @@ def test_a_user_without_memory_searched_for_it_with_each_of_its_requests(
         return allocate(*arguments)
 
     monkeypatch.setattr(node.cache.allocator, "allocate", search)
-    used = scheduler._share.used(hostile.user)
+    used = scheduler._order.share.used(hostile.user)
     for tag in range(3, 53):
         scheduler.add(asked(hostile, tag, [tag]), 0.0)
     assert scheduler.blocked_count == 50 and 0 < len(searches) <= 2
-    assert scheduler._share.used(hostile.user) > used
+    assert scheduler._order.share.used(hostile.user) > used
     scheduler.pump(RETRY_S / 2)
     assert len(searches) <= 2
     scheduler.pump(RETRY_S)
@@ -1083,8 +1082,8 @@ def test_a_client_that_never_acknowledged_made_the_list_of_pins_grow_for_ever() 
     owner = Owner(into(finished), user=silent.user)
     for tag in range(1, 10_000):
         scheduler.add(asked(owner, tag, [0]), 0.0)
-        scheduler.acknowledge(owner, [tag])
-    assert sum(len(turns.pins) for turns in scheduler._users.values()) < 5000
+        scheduler.pins.acknowledge(owner, [tag])
+    assert sum(len(turns.pins) for turns in scheduler._order.users.values()) < 5000
     assert finished[-1].count == 1
     assert PIN_GRACE_S > 0
     node.directory.close()
@@ -1100,8 +1099,10 @@ def test_a_client_that_never_acknowledged_made_its_pins_grow_for_ever() -> None:
     assert len(finished) == tag and all(request.count == 1 for request in finished)
     assert list(owner.unacknowledged) == [*range(tag - MOST_UNACKNOWLEDGED + 1, tag + 1)]
     assert node.cache.pins.sum() == MOST_UNACKNOWLEDGED
-    assert sum(len(turns.pins) for turns in scheduler._users.values()) < 5 * MOST_UNACKNOWLEDGED
-    scheduler.acknowledge(owner, [1, tag])
+    assert (
+        sum(len(turns.pins) for turns in scheduler._order.users.values()) < 5 * MOST_UNACKNOWLEDGED
+    )
+    scheduler.pins.acknowledge(owner, [1, tag])
     assert node.cache.pins.sum() == MOST_UNACKNOWLEDGED - 1
     list(scheduler.leave(owner, 0.0))
     assert not node.cache.pins.any()
@@ -1132,9 +1133,9 @@ def test_leases_of_samples_that_failed_were_kept_without_a_limit() -> None:
     assert not owner.leases
     scheduler.add(asked(owner, 100, [1, 2], lease=True), 0.0)
     ended(scheduler, loads[0], 0.0)
-    assert list(owner.leases) == [100] and scheduler.leased_size > 0
-    scheduler.release(owner, list(range(1, 101)))
-    assert scheduler.leased_size == 0 and not node.cache.pins.any()
+    assert list(owner.leases) == [100] and scheduler.pins.leased_size > 0
+    scheduler.pins.release(owner, list(range(1, 101)))
+    assert scheduler.pins.leased_size == 0 and not node.cache.pins.any()
     node.directory.close()
 
 

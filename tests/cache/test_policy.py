@@ -18,8 +18,8 @@ from ffserve.cache.next_use_buckets import NONE
 from ffserve.cache.orders import Arriving
 from ffserve.cache.policy import Policy
 from ffserve.cache.simulation import (
-    Job,
     Result,
+    SimulatedJob,
     Simulation,
     belady,
     ranks_of,
@@ -465,14 +465,14 @@ def test_data_sets_that_share_a_shard_are_one_group() -> None:
 # ---- over a virtual clock ------------------------------------------------------------------------
 
 
-def jobs_of(kind: str, samples: int, batch: int, announces: bool = True) -> list[Job]:
+def jobs_of(kind: str, samples: int, batch: int, announces: bool = True) -> list[SimulatedJob]:
     """The scenarios of the table."""
 
-    def job(seed: int, **options: Any) -> Job:
-        return Job(shuffled(samples, seed), batch=batch, announces=announces, **options)
+    def job(seed: int, **options: Any) -> SimulatedJob:
+        return SimulatedJob(shuffled(samples, seed), batch=batch, announces=announces, **options)
 
-    draws = Job(weighted(samples, 5), batch=batch, announces=announces, replacement=True)
-    rank = Job(ranks_of(samples, 0, 4, 7), batch=batch, announces=announces)
+    draws = SimulatedJob(weighted(samples, 5), batch=batch, announces=announces, replacement=True)
+    rank = SimulatedJob(ranks_of(samples, 0, 4, 7), batch=batch, announces=announces)
     return {
         "one": lambda: [job(1)],
         "two": lambda: [job(1), job(2)],
@@ -545,7 +545,7 @@ def test_samples_of_64_kib_hit_three_points_less_than_the_bytes_of_the_arena_all
 ) -> None:
     """Fifteen slots in a slab of 1 MiB, and half a batch more prefetched than is used at once."""
     count, pace = 8192, 3000.0
-    jobs = [Job(shuffled(count, seed), pace=pace) for seed in range(job_count)]
+    jobs = [SimulatedJob(shuffled(count, seed), pace=pace) for seed in range(job_count)]
     simulation = Simulation(count, 0.25, jobs, sample_size=64 << 10, alignment=512)
     try:
         result = simulation.run(warm_s=2 * count / pace, seconds=2 * count / pace)
@@ -573,7 +573,7 @@ def test_a_shared_seed_is_the_cheapest_win() -> None:
 
 def test_the_misses_of_a_sole_job_are_spread_evenly() -> None:
     samples, hits = 4096, []
-    jobs = [Job(shuffled(samples, 1), batch=64)]
+    jobs = [SimulatedJob(shuffled(samples, 1), batch=64)]
     simulation = Simulation(
         samples, 0.5, jobs, check=lambda _: hits.append(jobs[0].used - jobs[0].reads)
     )
@@ -594,7 +594,9 @@ def test_a_short_delay_took_memory_from_a_sole_job_for_good() -> None:
             if delayed and 2 * epoch_s < now < 2.2 * epoch_s:
                 simulation._progress[0].lead = 512.0
 
-        simulation = Simulation(samples, 0.25, [Job(shuffled(samples, 1), pace)], check=lead)
+        simulation = Simulation(
+            samples, 0.25, [SimulatedJob(shuffled(samples, 1), pace)], check=lead
+        )
         result = simulation.run(warm_s=5 * epoch_s, seconds=2 * epoch_s)
         simulation.close()
         return result.hit_rate
@@ -626,7 +628,7 @@ def test_slots_are_conserved_and_the_best_is_never_beaten_at_any_tick() -> None:
 
 def test_a_job_that_joins_leaves_or_slows_down_costs_little() -> None:
     samples = 4096
-    jobs = [Job(shuffled(samples, k), batch=16) for k in range(3)]
+    jobs = [SimulatedJob(shuffled(samples, k), batch=16) for k in range(3)]
     simulation = Simulation(samples, 0.25, jobs)
 
     def disturb(now: Simulation) -> None:
@@ -668,7 +670,7 @@ def test_the_whole_table_of_silent_jobs(kind: str, share: float) -> None:
 @pytest.mark.parametrize("cost_s", [0.002, 1e-7])
 def test_memory_goes_to_prepared_samples_if_preparing_is_what_takes_time(cost_s: float) -> None:
     samples = 1000
-    jobs = [Job(shuffled(samples, seed), pace=5000) for seed in range(4)]
+    jobs = [SimulatedJob(shuffled(samples, seed), pace=5000) for seed in range(4)]
     simulation = Simulation(
         samples,
         0.5,

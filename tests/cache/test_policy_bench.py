@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks import policy
 from benchmarks.closed_loop import write_data
+from benchmarks.harness import cgroup
 from benchmarks.policy import Cell
-from ffserve.bench import cgroup
 
 
 def test_a_cell_agrees_with_the_simulation_and_the_kernel(

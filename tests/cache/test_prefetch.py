@@ -12,7 +12,7 @@ from ffserve.cache import prefetch
 from ffserve.cache.arena import Arena
 from ffserve.cache.cache import Cache, Fetch, Load
 from ffserve.cache.next_use import NextUse
-from ffserve.cache.orders import Order
+from ffserve.cache.orders import AnnouncedOrder
 from ffserve.cache.prefetch import PIECE_COUNT, RETRY_S, Piece, Prefetcher
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.order import epoch_order
@@ -43,7 +43,7 @@ class Node:
         self.progress = self.next_use.join("job", np.array([self.base]), np.array([COUNT]))
         self.next_use.announced(self.progress, 0, self.announced(), None, self, 0.0)
 
-    def announced(self) -> Order:
+    def announced(self) -> AnnouncedOrder:
         """Return the order as it arrives from the job."""
         arriving = self.next_use.arriving(self.progress, len(self.order), replacement=False)
         arriving.add(self.order)

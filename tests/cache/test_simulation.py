@@ -38,7 +38,8 @@ from ffserve.protocol import Message
 from ffserve.server.life.log import RepeatedLines
 from ffserve.server.life.resize import Resizing
 from ffserve.server.prepared.claims import Claims, Preparations
-from ffserve.server.reading.scheduler import GIVE_UP_S, Lease, Owner, Scheduler
+from ffserve.server.reading.requests import GrantedLease, Owner
+from ffserve.server.reading.scheduler import GIVE_UP_S, Scheduler
 from ffserve.server.reading.statistics import Rates, Statistics
 from ffserve.server.sessions.datasets import Steps
 from ffserve.server.sessions.outbox import MemoryMessage
@@ -363,12 +364,12 @@ class World:
             places[number] = place
         assert self.slot_bytes == places, "readable and resident differ"
         leases = self._leases()
-        assert self.scheduler.leased_size == sum(lease.pinned_size for lease in leases)
-        in_slab = np.zeros_like(self.scheduler._leases_in_slab)
+        assert self.scheduler.pins.leased_size == sum(lease.pinned_size for lease in leases)
+        in_slab = np.zeros_like(self.scheduler.pins._leases_in_slab)
         for lease in leases:
             in_slab[arena.slabs_of(lease.pins)] += 1
-        assert (self.scheduler._leases_in_slab == in_slab).all()
-        assert self.scheduler._leased_slabs == np.count_nonzero(in_slab)
+        assert (self.scheduler.pins._leases_in_slab == in_slab).all()
+        assert self.scheduler.pins._leased_slabs == np.count_nonzero(in_slab)
         # Pins are what requests, unacknowledged answers and leases hold, and nothing else.
         pins = np.zeros_like(cache.pins)
         for holder in (*self._fetches(), *leases):
@@ -417,7 +418,7 @@ class World:
             fetches.update(load.fetches)
         return fetches
 
-    def _leases(self) -> list[Lease]:
+    def _leases(self) -> list[GrantedLease]:
         return [lease for client in self.clients for lease in client.owner.leases.values()]
 
     @property
@@ -428,7 +429,7 @@ class World:
         """Assert what must hold when everybody has left."""
         assert self.scheduler.idle and not self.loads
         assert not self.cache.pins.any()
-        assert self.scheduler.leased_size == 0
+        assert self.scheduler.pins.leased_size == 0
         assert not (self.cache.state == LOADING).any()
         assert not (self.cache.state == FAILED).any()
         assert all(shard.sessions == 0 for shard in self.shards)
@@ -546,7 +547,7 @@ class Client:
     def _open(self, tag: int, _: object) -> None:
         self.world.catalog.hold(self.shards, 1)
         shards: Any = self.shards
-        self.session.opened(tag, [shard.path for shard in shards], shards)
+        self.session.datasets.opened(tag, [shard.path for shard in shards], shards)
 
     def _got(self, sent: Message | MemoryMessage) -> None:
         assert not self.dead, "the dead get an answer"
@@ -915,7 +916,9 @@ def test_a_client_that_breaks_the_rules_harms_only_itself(seed: int) -> None:
                     while openings:
                         world.catalog.hold(world.shards, 1)
                         shards: Any = world.shards
-                        wild.opened(openings.pop(), [shard.path for shard in shards], shards)
+                        wild.datasets.opened(
+                            openings.pop(), [shard.path for shard in shards], shards
+                        )
                     take_all(wild.receive(wild_message(chooser, 1), world.now), world.now)
                     world.check()
                     if world.events and chooser.random() < 0.5:

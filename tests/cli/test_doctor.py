@@ -23,7 +23,7 @@ from daemon import Daemon, damage, proxy, sample, serving, started, stopped, unt
 from faults import Diagnosis, Doctor, faulty
 from fuse import STATFS, fuse
 
-from ffserve.bench.cgroup import NoCgroup, limited
+from benchmarks.harness.cgroup import NoCgroup, limited
 from ffserve.engine.io import probe
 from ffserve.errors import ChecksumError, printable
 

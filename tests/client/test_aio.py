@@ -300,7 +300,10 @@ async def test_cancelled_requests_give_their_pins_back(tmp_path: Path) -> None:
     truth = [sample(i, [20_000], seed=4) for i in range(400)]
     path = write(tmp_path / "a.ffr", truth)
     # Pins that nobody gives back stay, and who waits for room gives up soon.
-    patch = "import ffserve.server.reading.scheduler as s; s.PIN_GRACE_S = 1000; s.GIVE_UP_S = 1.0"
+    patch = (
+        "from ffserve.server.reading import pins, scheduler\n"
+        "pins.PIN_GRACE_S, scheduler.GIVE_UP_S = 1000, 1.0"
+    )
     with serving(arena="2MiB", patch=patch) as daemon:
         async with ffserve.aio.open(path, server=daemon.socket) as reader:
             connection = next(iter(loops.loop_state()._connections.values()))

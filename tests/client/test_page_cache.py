@@ -20,8 +20,8 @@ import pytest
 from daemon import damage, sample, write
 
 import ffserve
+from benchmarks.harness.measuring import held_in_memory
 from ffserve import aio
-from ffserve.bench.harness import held_in_memory
 from ffserve.client import local_files
 from ffserve.client.local import LocalSource, process_engine
 from ffserve.client.local_files import ShardFiles, fitting_share

@@ -902,7 +902,7 @@ import tempfile
 import numpy as np
 from ffserve.engine import io
 from ffserve.engine.io import open_direct
-from ffserve.engine.shm import ENTRY_DTYPE, View
+from ffserve.engine.shm import ENTRY_DTYPE, MappedView
 
 assert io.probe()[0] == best, io.describe()
 if best != "registered":

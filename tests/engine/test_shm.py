@@ -20,7 +20,7 @@ from ffserve.engine import arrays, io
 from ffserve.engine.codec import CRC_32, checksum
 from ffserve.engine.core import lib
 from ffserve.engine.io import Engine, open_direct
-from ffserve.engine.shm import ENTRY_DTYPE, NOWHERE, Located, View, publish, retract
+from ffserve.engine.shm import ENTRY_DTYPE, NOWHERE, Located, MappedView, publish, retract
 from ffserve.errors import ReadError, SampleIndexError, UsageError
 
 UNKNOWN = (0xFFFFFFFF, 0xFFFF << 48)
@@ -39,7 +39,7 @@ def shared(size: int) -> npt.NDArray[np.uint8]:
 
 
 def whole(
-    view: View, indices: Any, out: npt.NDArray[np.uint8] | None = None
+    view: MappedView, indices: Any, out: npt.NDArray[np.uint8] | None = None
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]] | None:
     """Copy a batch if every sample can be read."""
     found = view.copy_batch(indices, out)
@@ -71,7 +71,7 @@ class Shelf:
         size = ENTRY_DTYPE.itemsize
         # Four segments of one array, for four shards, one of them empty.
         first, second = (arena.ctypes.data for arena in self.arenas)
-        self.view = View(
+        self.view = MappedView(
             1 << 20,
             [
                 (address, 0, 2, first),
@@ -139,7 +139,7 @@ def test_index_outside_is_named(index: int, at: int) -> None:
 
 
 def test_view_of_nothing() -> None:
-    view = View(0, [])
+    view = MappedView(0, [])
     empty = np.empty(0, np.int64)
     offsets, missing, unknown = view.locate(empty)
     assert (offsets.tolist(), missing.tolist(), unknown) == ([0], [], 0)
@@ -213,7 +213,7 @@ def test_whole_batches_of_a_size_that_is_expected() -> None:
     wanted = np.array([1, 2, 5], np.int64)
     total = 101 + 102 + 105
 
-    def expecting() -> View:
+    def expecting() -> MappedView:
         for _ in range(3):
             assert whole(shelf.view, wanted) is not None
         return shelf.view
@@ -308,7 +308,7 @@ def test_no_whole_batch() -> None:
     small = np.full(202, 0xAA, np.uint8)  # one byte short
     assert whole(shelf.view, good, small) is None
     assert (small == 0xAA).all()
-    assert whole(View(0, []), good) is None
+    assert whole(MappedView(0, []), good) is None
     shelf.entries["place"][2] = (1 << 20) - 50
     assert whole(shelf.view, good) is None
     with pytest.raises(ReadError):
@@ -335,7 +335,7 @@ def gathered(sizes: list[int], places: list[int], into: int = 0) -> None:
     entries = directory(len(sizes))
     for k, (place, size) in enumerate(zip(places, sizes, strict=True)):
         publish(entries.ctypes.data, k, place, size)
-    view = View(len(arena), [(entries.ctypes.data, 0, len(sizes), arena.ctypes.data)])
+    view = MappedView(len(arena), [(entries.ctypes.data, 0, len(sizes), arena.ctypes.data)])
     wanted = np.arange(len(sizes))
     offsets, missing, _ = view.locate(wanted)
     assert not len(missing)
@@ -376,7 +376,7 @@ def test_the_next_entry_may_be_invalid(width: int) -> None:
     arena, entries = shared(1 << 20), directory(3)
     arena[:] = np.random.default_rng(2).integers(0, 256, len(arena), np.uint8)
     publish(entries.ctypes.data, 0, len(arena) - 8192, 8192)
-    view = View(len(arena), [(entries.ctypes.data, 0, 3, arena.ctypes.data)])
+    view = MappedView(len(arena), [(entries.ctypes.data, 0, 3, arena.ctypes.data)])
     offsets = np.array([0, 8192, 8192, 8192])
     for place, low in [
         ((1 << 48) - 1, 0xFFFFFFFF), (len(arena) - 1, 0xFFFFFFFF), (len(arena), 9), (0, 0)
@@ -410,7 +410,7 @@ def test_wrong_calls() -> None:
     with pytest.raises(UsageError):
         shelf.view.gather(wanted, offsets, None)
     with pytest.raises(UsageError):
-        View(0, [(0, 1, 5, 0)])
+        MappedView(0, [(0, 1, 5, 0)])
 
 
 @pytest.mark.parametrize("seconds", [0.4, pytest.param(10.0, marks=pytest.mark.soak)])
@@ -434,7 +434,7 @@ def test_no_torn_copy_is_accepted(seconds: float) -> None:
         finally:
             os._exit(0)
     try:
-        view = View(len(arena), [(entries.ctypes.data, 0, count, arena.ctypes.data)])
+        view = MappedView(len(arena), [(entries.ctypes.data, 0, count, arena.ctypes.data)])
         wanted = np.arange(count)
         offsets = np.arange(count + 1) * size
         accepted = refused = 0
@@ -499,7 +499,7 @@ def test_no_sample_is_taken_for_another(kind: io.Kind, seconds: float, tmp_path:
         finally:
             os._exit(status)
     try:
-        view = View(len(arena), [(entries.ctypes.data, 0, count, arena.ctypes.data)])
+        view = MappedView(len(arena), [(entries.ctypes.data, 0, count, arena.ctypes.data)])
         wanted = np.arange(count)
         offsets = np.arange(count + 1) * size
         accepted = 0

@@ -24,7 +24,7 @@ TESTING = ("hypothesis", "pytest", "pytest-asyncio", "pytest-timeout")
 @pytest.mark.parametrize(
     ("name", "packages"),
     [
-        ("tensorflow", ["tensorflow-cpu"]),
+        ("tensorflow", ["tensorflow-cpu", "pyarrow"]),
         ("grain", ["grain"]),
         ("hf", ["datasets"]),
     ],

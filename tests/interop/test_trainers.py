@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,21 @@ def namespace(tmp_path: Path) -> dict[str, Any]:
     }
 
 
+@pytest.fixture
+def torchvision() -> Iterator[None]:
+    """Lightning's metrics import torchvision where it is installed, and call none of its operators.
+    Beside a build of torch that is not its own (CPU, CUDA), it cannot load them, and stops at the
+    first that it describes to torch. Those are declared here."""
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    try:
+        import torchvision  # noqa: F401
+    except (ImportError, RuntimeError):
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    yield
+
+
+@pytest.mark.usefixtures("torchvision")
 def test_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lightning = pytest.importorskip("lightning")
     monkeypatch.chdir(tmp_path)

@@ -21,7 +21,7 @@ import pytest
 from daemon import Daemon, sample, serving, write
 
 import ffserve
-from ffserve.bench.harness import held_in_memory
+from benchmarks.harness.measuring import held_in_memory
 from ffserve.engine.codec import checksum
 from ffserve.engine.io import buffered
 from ffserve.errors import STATUS_CHECKSUM, STATUS_TRUNCATED, ChecksumError, FFServeError

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import ffserve
 from ffserve import protocol
 from ffserve.cache.next_use import NextUse
-from ffserve.cache.orders import PARTS, PIECE, Arriving, Order, done
+from ffserve.cache.orders import PARTS, PIECE, AnnouncedOrder, Arriving, done
 from ffserve.errors import FFServeError, SampleIndexError, UsageError
 
 COUNT = 300
@@ -34,7 +34,7 @@ def arrive(
     low: int = 0,
     span: int = 0,
     replacement: bool = False,
-) -> Order:
+) -> AnnouncedOrder:
     """Return an order that was received in pieces."""
     numbers = np.asarray(numbers, np.int64)
     span = span or int(numbers.max()) + 1 - low

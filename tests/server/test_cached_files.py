@@ -11,7 +11,7 @@ import pytest
 from daemon import Daemon, damage, serving
 
 import ffserve
-from ffserve.bench.harness import held_in_memory
+from benchmarks.harness.measuring import held_in_memory
 from ffserve.engine import io
 from ffserve.engine.cached import cached_extents, cached_pages
 from ffserve.errors import ChecksumError

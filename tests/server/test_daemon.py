@@ -43,7 +43,8 @@ import ffserve.aio
 from ffserve import protocol
 from ffserve.client import channel, handshake
 from ffserve.client.shared_memory import DaemonSource
-from ffserve.client.source import Batch, Bytes
+from ffserve.client.source import Batch
+from ffserve.dtypes import Bytes
 from ffserve.errors import (
     ChecksumError,
     FFServeError,

@@ -19,7 +19,7 @@ from ffserve.cache.cache import Cache, Fetch, Load
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.disk.shardfile import open_shard
 from ffserve.engine import io
-from ffserve.engine.shm import View
+from ffserve.engine.shm import MappedView
 from ffserve.errors import Failure
 from ffserve.formats.base import ChunkedShard
 from ffserve.server.reading.io import Engines
@@ -112,7 +112,7 @@ def test_an_unreadable_block_does_not_fail_its_neighbours(kind: io.Kind) -> None
     assert [set(failures) for failures in ended] == [bad]
     assert all(-200 < failure.status < 0 for failure in ended[0].values())
     entries = directory.entries_memory.address
-    view = View(reading.arena.size, [(entries, 0, COUNT, reading.memory.address)])
+    view = MappedView(reading.arena.size, [(entries, 0, COUNT, reading.memory.address)])
     offsets, missing, _ = view.locate(np.arange(COUNT))
     assert {base + k for k in missing.tolist()} == bad
     buffer = np.zeros(int(offsets[-1]), np.uint8)

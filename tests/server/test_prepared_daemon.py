@@ -30,7 +30,7 @@ from service_manager import ManagedDaemon, inventory_of, managed
 from ffserve import protocol
 from ffserve.cache.inventory import PREPARED
 from ffserve.client.memory import DomainMemory
-from ffserve.engine.shm import Located, View
+from ffserve.engine.shm import Located, MappedView
 from ffserve.errors import AccessDenied, FFServeError, ProtocolError
 from ffserve.protocol import ELSEWHERE, READABLE, UNSHARED, YOURS
 
@@ -128,7 +128,7 @@ class Preparer(Raw):
         base, count = int(self.shard["base"]), int(self.shard["count"])
         entries, arena = self.memory.entries(base, count), self.memory.arena
         address = [a.__array_interface__["data"][0] for a in (entries, arena)]
-        view = View(self.about["arena_size"], [(address[0], 0, count, address[1])])
+        view = MappedView(self.about["arena_size"], [(address[0], 0, count, address[1])])
         found: list[bytes | None] = []
         for index in indices:
             copied = view.copy_arrays(np.array([index], np.int64))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from daemon import serving, write
 
-from ffserve.cache.simulation import Job, Simulation, belady, shuffled
+from ffserve.cache.simulation import SimulatedJob, Simulation, belady, shuffled
 from ffserve.engine.io import open_direct
 
 COUNT, SIZE, BATCH = 12_288, 8192, 64
@@ -95,7 +95,9 @@ def test_a_simulation_promised_more_hits_than_the_daemon_delivered(
     fd, alignment = open_direct(path)
     os.close(fd)
     pace = BATCH / STEP_S
-    jobs = [Job(shuffled(COUNT, seed), pace=pace, batch=BATCH) for seed in range(job_count)]
+    jobs = [
+        SimulatedJob(shuffled(COUNT, seed), pace=pace, batch=BATCH) for seed in range(job_count)
+    ]
     simulation = Simulation(COUNT, SHARE, jobs, sample_size=SIZE, alignment=alignment)
     try:
         epoch_s = COUNT / pace

@@ -18,8 +18,8 @@ import pytest
 from daemon import Daemon, Raw, get, run_python, sample, serving, until, write
 from http_daemon import ask, measured
 
+from benchmarks.harness.cgroup import NoCgroup, limited
 from ffserve import protocol
-from ffserve.bench.cgroup import NoCgroup, limited
 from ffserve.server.reading.waiting import CAUSES, RECENT_S, JobReads, JobTime, SessionTime, Use
 
 SIZE, COUNT, BATCH = 16_000, 600, 16

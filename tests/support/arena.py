@@ -8,7 +8,7 @@ import os
 import numpy as np
 
 from ffserve.engine.io import Engine
-from ffserve.engine.shm import ENTRY_DTYPE, View, retract
+from ffserve.engine.shm import ENTRY_DTYPE, MappedView, retract
 
 MIB = 1 << 20
 
@@ -26,8 +26,10 @@ class Arena:
         self.address = self.bytes.ctypes.data
         self.entries_address = self.entries.ctypes.data
 
-    def view(self) -> View:
-        return View(len(self.bytes), [(self.entries_address, 0, len(self.entries), self.address)])
+    def view(self) -> MappedView:
+        return MappedView(
+            len(self.bytes), [(self.entries_address, 0, len(self.entries), self.address)]
+        )
 
     def serve(self, engine: Engine) -> Arena:
         engine.set_arena(self.address, len(self.bytes), self.entries_address, len(self.entries))

@@ -24,7 +24,7 @@ from daemon import DEADLINE_S, sample, until, write
 from systemd_container import DATA, ROOT, SOURCE, Container, NoSystemd, booted
 
 sys.path.insert(0, str(ROOT))
-from ffserve.bench.cgroup import limited
+from benchmarks.harness.cgroup import limited
 
 pytestmark = pytest.mark.systemd
 
@@ -379,7 +379,7 @@ def test_an_upgrade_under_load_refuses_no_batch(machine: Container) -> None:
     copy.mkdir()
     for name in ("Makefile", "README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, copy)
-    for name in ("docs", "ffserve"):
+    for name in ("docs", "ffserve", "systemd"):
         shutil.copytree(ROOT / name, copy / name, ignore=leave)
     for name in ("pyproject.toml", "ffserve/_version.py"):
         text = (copy / name).read_text()
@@ -536,7 +536,7 @@ def test_removal_leaves_nothing(machine: Container) -> None:
     machine.run("systemctl", "enable", "--now", "--quiet", "ffserve@fast.socket")
     status(machine, "alice", "--socket", "/run/ffserve/fast.sock")
     status(machine)
-    machine.run("cp", f"{SOURCE}/ffserve/systemd/ffserve.toml", SETTINGS)
+    machine.run("cp", f"{SOURCE}/systemd/ffserve.toml", SETTINGS)
     told = machine.run("make", "-C", SOURCE, "uninstall")
     assert "kept /etc/ffserve/fast.toml, which was changed (--purge removes it)" in told
     assert "kept /etc/ffserve/ffserve.toml" not in told, "it is as it was installed"

@@ -18,7 +18,7 @@ import ffserve
 from ffserve import example
 from ffserve.arrow import columns
 from ffserve.arrow.columns import Inference, Place, records_of
-from ffserve.engine.example import Records
+from ffserve.engine.example import ExampleRecords
 from ffserve.errors import FormatError, UsageError
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -164,7 +164,9 @@ def test_numbers_that_come_one_by_one_and_merged_lists() -> None:
 def test_records_outside_of_their_buffer_are_refused() -> None:
     buffer = np.zeros(4, np.uint8)
     for start, length in ((0, 5), (5, 0), (2**64 - 1, 2)):
-        records = Records(buffer, np.array([start], np.uint64), np.array([length], np.uint64))
+        records = ExampleRecords(
+            buffer, np.array([start], np.uint64), np.array([length], np.uint64)
+        )
         with pytest.raises(ValueError, match="outside"):
             columns.decode(records, pa.schema([("a", pa.int64())]))
 

@@ -277,7 +277,7 @@ def test_every_key_is_documented_with_its_flag_and_default() -> None:
 
 
 def test_the_example_file_has_every_key_with_its_text_and_default(tmp_path: Path) -> None:
-    text = (ROOT / "ffserve" / "systemd" / "ffserve.toml").read_text()
+    text = (ROOT / "systemd" / "ffserve.toml").read_text()
     for field in FIELDS:
         [comment] = re.findall(rf"((?:^# .*\n)+)#{field.metadata['key']} = ", text, re.MULTILINE)
         assert " ".join(re.findall(r"^# (.*)$", comment, re.M)) == field.metadata["doc"]

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "ffserve"
 
 LAYERS = {
     # descriptions of data, without I/O
-    "errors protocol order _version": "",
+    "errors dtypes protocol order _version": "",
     "mixture packing": "order",
     "engine": "",
     "formats": "engine",
@@ -46,26 +46,26 @@ LAYERS = {
     "spark": "arrow",
     "ray": "formats arrow reader",
     "testing": "engine formats reads",
-    "tensorflow grain hf": "formats dataset writer client reader compat example",
+    "tensorflow grain hf": "formats dataset writer reader compat example",
     "package": "folders",
     "fileio recordio utils": "compat",
     # files for programs
     "view": "engine dataset disk server client folders reader store",
     # the command line
     "examples": "torch example spark ray ffserve",
-    "bench": "order engine formats disk client ffserve",
+    "bench": "engine formats disk client ffserve",
     "doctor": "_version system config engine formats dataset disk server client",
     "cli": "order system config formats dataset disk cache server client reader "
     "folders convert inputs bench doctor store view ffserve",
     "__main__": "cli",
 }
 """What each folder and each top-level module may import, from the lowest layer up. All may import
-errors; "ffserve" is the package itself, which offers the names of the upper layers."""
+errors and dtypes; "ffserve" is the package itself, which offers the names of the upper layers."""
 
 LAZY: dict[tuple[str, str], str] = {}
 """Imports inside functions that would close a circle, and why."""
 
-PURE = {"formats", "protocol", "order", "mixture", "packing", "cache"}
+PURE = {"dtypes", "formats", "protocol", "order", "mixture", "packing", "cache"}
 """They can be simulated: no socket, event loop, thread, foreign function or clock of their own."""
 IMPURE = {"asyncio", "cffi", "concurrent", "ctypes", "datetime", "multiprocessing", "select"}
 IMPURE |= {"selectors", "socket", "subprocess", "_thread", "threading", "time", "uvloop"}
@@ -111,7 +111,7 @@ def test_modules_import_only_from_the_layers_below() -> None:
         if module == "ffserve":  # it imports its names when they are first used
             allowed[folder] = ["_version"]
         for other in others & set(MODULES):
-            if folder_of(other) in (folder, "errors"):
+            if folder_of(other) in (folder, "errors", "dtypes"):
                 continue
             used.add((folder, folder_of(other)))
             if folder_of(other) not in allowed[folder]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import os
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ffserve.bench.processes import THIS
+from ffserve.bench.processes import command
 
 ROOT = Path(__file__).parents[2]
 ENGINE = ROOT / "ffserve" / "engine"
@@ -59,25 +60,57 @@ def test_the_command_is_installed() -> None:
     assert command.value == "ffserve.cli:main"
 
 
-def test_a_source_distribution_has_every_file_of_the_core(tmp_path: Path) -> None:
-    tracked = ["README.md", "docs", "ffserve", "pyproject.toml"]
-    for name in tracked:
-        place = ROOT / name
-        if place.is_dir():
+def copy_sources(target: Path) -> None:
+    """Copy what a build needs."""
+    for name in ("README.md", "docs", "ffserve", "pyproject.toml", "systemd"):
+        if (ROOT / name).is_dir():
             leave = shutil.ignore_patterns("*.so", "__pycache__")
-            shutil.copytree(place, tmp_path / name, ignore=leave)
+            shutil.copytree(ROOT / name, target / name, ignore=leave)
         else:
-            shutil.copy(place, tmp_path / name)
-    program = "from setuptools import build_meta; print(build_meta.build_sdist('dist'))"
+            shutil.copy(ROOT / name, target)
+
+
+def run(program: str, folder: Path) -> list[str]:
+    """Run a program in a folder whose packages come first; return the lines that it writes."""
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", program],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
-    with tarfile.open(tmp_path / "dist" / done.stdout.splitlines()[-1]) as archive:
+    return done.stdout.splitlines()
+
+
+def test_a_source_distribution_has_every_file_of_the_core(tmp_path: Path) -> None:
+    copy_sources(tmp_path)
+    program = "from setuptools import build_meta; print(build_meta.build_sdist('dist'))"
+    with tarfile.open(tmp_path / "dist" / run(program, tmp_path)[-1]) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
     sources = {f"ffserve/engine/{path.name}" for path in ENGINE.glob("*.[ch]")}
     assert sources and sources <= packed
     assert "ffserve/engine/build_core.py" in packed
+    assert {f"systemd/{path.name}" for path in (ROOT / "systemd").iterdir()} <= packed
+
+
+def test_a_wheel_has_the_units_that_the_commands_of_a_checkout_install(tmp_path: Path) -> None:
+    """Beside the package in a checkout, inside of it where it is installed: the same files."""
+    copy_sources(tmp_path)
+    build = "from setuptools import setup; setup(script_name='setup.py', "
+    build += "script_args=['-q', 'build_py', '--build-lib', 'lib'])"
+    run(build, tmp_path)
+    units = "from ffserve.cli import service; print([*service.units('/p')], service._SOURCES)"
+    texts = {}
+    for place in (tmp_path, tmp_path / "lib"):
+        texts[place], _, sources = run(units, place)[-1].rpartition(" ")
+        inside = place / "ffserve" if place.name == "lib" else place
+        assert Path(sources) == inside / "systemd"
+        assert not filecmp.dircmp(sources, ROOT / "systemd").diff_files
+        assert {p.name for p in Path(sources).iterdir()} == {
+            p.name for p in (ROOT / "systemd").iterdir()
+        }
+    assert texts[tmp_path] == texts[tmp_path / "lib"]
 
 
 def test_a_core_of_other_sources_says_what_to_do(tmp_path: Path) -> None:
@@ -116,7 +149,7 @@ def test_what_a_command_starts_is_not_looked_for_in_the_working_directory(tmp_pa
     (tmp_path / "ffserve").mkdir()
     (tmp_path / "ffserve" / "__init__.py").write_text("raise SystemExit('a checkout')")
     done = subprocess.run(
-        [*THIS.command("ffserve"), "inspect", "/none.ffr"],
+        [*command("ffserve"), "inspect", "/none.ffr"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -144,7 +177,7 @@ def test_the_top_level_stays_as_it_is_listed() -> None:
         pytest.skip("not a git checkout")
     assert {line.partition("/")[0] for line in tracked.stdout.splitlines()} <= {
         ".ci", ".clang-format", ".github", ".gitignore", "Makefile", "README.md", "benchmarks",
-        "docs", "ffserve", "pyproject.toml", "tests",
+        "docs", "ffserve", "pyproject.toml", "systemd", "tests",
     }  # fmt: skip
 
 

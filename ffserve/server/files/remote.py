@@ -29,9 +29,9 @@ from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ffserve.config import ServerConfig, format_size
+from ffserve.dtypes import Floats, Int32s, Int64s
 from ffserve.errors import FFServeError, FormatError, MissingFile, ReadError, UsageError
 from ffserve.formats.base import ChunkedShard, Shard
 from ffserve.protocol import EVERY
@@ -53,9 +53,6 @@ from ffserve.store.urls import shown
 
 log = logging.getLogger("ffserve")
 
-Int64s = NDArray[np.int64]
-Int32s = NDArray[np.int32]
-Floats = NDArray[np.float64]
 
 GIVE_UP_S = 75.0
 """How long a failing origin is asked again. A client waits 120 s for an answer, and an attempt may

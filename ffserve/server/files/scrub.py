@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from ffserve.cache.cache import Cache, Int64s
+from ffserve.cache.cache import Cache
 from ffserve.cache.tables import Directory
+from ffserve.dtypes import Int64s
 from ffserve.engine.codec import checksums
 from ffserve.errors import STATUS_TRUNCATED, FFServeError, ReadError, status_error
 from ffserve.reads.damage import extent_checksum, other_paths, read_extent, right_status, whole

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.cache.tables import Directory
+from ffserve.dtypes import Int64s
 from ffserve.protocol import ELSEWHERE, MOST_CLAIMED, READABLE, UNSHARED, YOURS
 from ffserve.server.users.access import Owner
 
@@ -39,7 +40,6 @@ LEAST_SAVED_S = 1e-15
 MOST_DISTRUSTED = 1024
 """Preparations that are remembered for not being deterministic."""
 
-Int64s: TypeAlias = NDArray[np.int64]
 States: TypeAlias = NDArray[np.uint8]
 
 

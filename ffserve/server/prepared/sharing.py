@@ -2,65 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import protocol
 from ffserve.dataset.layout import Layout
+from ffserve.dtypes import Int64s, UInt64s
 from ffserve.errors import FFServeError, ProtocolError, ReadError, UsageError
-from ffserve.protocol import Message
 from ffserve.server.prepared.claims import MOST_WAITING, Preparation, Waiting
-from ffserve.server.reading.scheduler import SampleRequest
-from ffserve.server.sessions.datasets import MOST_NAME, Dataset, Steps
-from ffserve.server.sessions.state import ServerState
-
-if TYPE_CHECKING:
-    from ffserve.server.sessions.session import Session
+from ffserve.server.reading.requests import SampleRequest
+from ffserve.server.sessions.context import READY, SessionContext
+from ffserve.server.sessions.datasets import MOST_NAME, OpenDataset, Steps
+from ffserve.server.sessions.opened import SessionDatasets
+from ffserve.server.users.shares import Bound
 
 EVICTED_COUNT = 1024
 """Prepared samples that are evicted in one step."""
-
-Uint64s = NDArray[np.uint64]
 
 
 @dataclass(slots=True, eq=False)
 class PrepareRequest:
     """What a PREPARE asks for. source: the data set, which stays open meanwhile."""
 
-    source: Dataset
+    source: OpenDataset
     key: bytes
     name: str
+
+
+class Requests(Protocol):
+    """What sharing needs of the requests of its session: a PUT is one of them."""
+
+    def may_ask(self, now: float) -> Generator[Bound, float, float]:
+        """Wait until the user may have another request; return the time."""
+        ...
+
+    def check_tag(self, tag: int) -> None:
+        """Raise ProtocolError for a tag that must not be used now."""
+        ...
+
+    def numbers_of(
+        self, tag: int, dataset: OpenDataset, indices: Int64s
+    ) -> Generator[None, float, Int64s | None]:
+        """Return the samples' numbers; None: one is out of range, and FAIL was sent."""
+        ...
+
+    def finished(self, request: SampleRequest, now: float) -> None:
+        """A request has its outcome: answer."""
+        ...
 
 
 class Sharing:
     """What a session does with prepared samples.
 
     Args:
-        send: takes a message for the client.
         preparer: called with the tag and what is asked for to get the memory file; `opened` or
             `not_opened` must be called then. None: nothing is shared.
     """
 
     def __init__(
         self,
-        session: Session,
-        state: ServerState,
-        send: Callable[[Message], Any],
+        requests: Requests,
+        datasets: SessionDatasets,
+        context: SessionContext,
         preparer: Callable[[int, PrepareRequest], None] | None,
     ) -> None:
-        self._session = session
-        self._state = state
-        self._send = send
+        self._requests = requests
+        self._datasets = datasets
+        self._context = context
+        self._state = context.state
         self._preparer = preparer
 
     def prepare(self, message: protocol.Prepare) -> None:
         """Open the prepared samples of a data set."""
-        session, state = self._session, self._state
-        tag, source = message.tag, session.dataset_of(message.dataset, "PREPARE")
+        context, state = self._context, self._state
+        tag, source = message.tag, self._datasets.get(message.dataset, "PREPARE")
         name = message.what.get("name")
         if (
             len(message.key) != protocol.KEY_SIZE
@@ -71,13 +90,13 @@ class Sharing:
         if source.preparation is not None:
             raise ProtocolError("PREPARE for a data set of prepared samples")
         assert self._preparer is not None
-        if (most := session.most_datasets()) is not None:
-            session.fail(tag, UsageError(most, hint="close readers"))
+        if (most := self._datasets.refusal()) is not None:
+            context.fail(tag, UsageError(most, hint="close readers"))
             return
-        user, most_files = session.user, state.most_memory_files
+        user, most_files = context.user, state.most_memory_files
         count = state.engines.copier.file_count
         if not user.may_take(1, user.memory_files, count, most_files):
-            session.fail(
+            context.fail(
                 tag,
                 ReadError(
                     f"user {user.uid} has {user.memory_files} data sets of prepared samples open, "
@@ -88,7 +107,7 @@ class Sharing:
             )
             return
         user.memory_files += 1
-        session.begin_opening()
+        self._datasets.begin_opening()
         source.requests += 1
         self._preparer(tag, PrepareRequest(source, message.key, name))
 
@@ -97,22 +116,23 @@ class Sharing:
 
         Raises: ReadError: the tables are full. `not_opened` must be called then.
         """
-        session, source, owner = self._session, request.source, self._session.peer.owner
+        context, source = self._context, request.source
+        owner = context.peer.owner
         catalog, next_use = self._state.catalog, self._state.next_use
-        if not session.serves:
+        if context.phase != READY:
             raise UsageError("the session has ended")
         firsts = source.layout.firsts[:-1].tolist()
         shards = catalog.open_prepared(source.shards, firsts, request.key, request.name, owner)
         file = self._state.engines.copier.open(fd)
         counts = np.array([shard.count for shard in shards], np.int64)
         bases = np.array([shard.base for shard in shards], np.int64)
-        assert session.job is not None
-        progress = next_use.join(session.job.name, bases, counts)
+        assert context.job is not None
+        progress = next_use.join(context.job.name, bases, counts)
         progress.on_demand = True
         preparation = catalog.preparations.obtain(owner, request.key, request.name)
         next_use.groups[progress.group].saved_s = preparation.saved_per_byte_s
         source.progress.feeds += 1
-        dataset = Dataset(
+        dataset = OpenDataset(
             source.paths,
             shards,
             Layout(counts, bases),
@@ -121,17 +141,17 @@ class Sharing:
             memory_file=file,
             source=source.progress,
         )
-        session.enter(tag, dataset)
-        session.request_ended(source)
+        self._datasets.enter(tag, dataset)
+        self._datasets.request_ended(source)
 
     def not_opened(self, tag: int, request: PrepareRequest, error: FFServeError) -> None:
         """The prepared samples could not be opened."""
-        self._session.user.memory_files -= 1
-        self._session.request_ended(request.source)
-        self._session.not_opened(tag, error)
+        self._context.user.memory_files -= 1
+        self._datasets.request_ended(request.source)
+        self._datasets.not_opened(tag, error)
 
-    def _prepared(self, number: int, message: str) -> tuple[Dataset, Preparation]:
-        dataset = self._session.dataset_of(number, message)
+    def _prepared(self, number: int, message: str) -> tuple[OpenDataset, Preparation]:
+        dataset = self._datasets.get(number, message)
         if dataset.preparation is None:
             raise ProtocolError(f"{message} for a data set that is not one of prepared samples")
         return dataset, dataset.preparation
@@ -142,12 +162,12 @@ class Sharing:
         claims, indices = self._state.claims, protocol.unpack_indices(message.indices)
         if len(indices) > protocol.MOST_CLAIMED or claims.waiting_count(dataset) >= MOST_WAITING:
             raise ProtocolError("invalid CLAIM message: too many samples, or too many of them wait")
-        numbers = yield from self._session.numbers_of(message.tag, dataset, indices)
+        numbers = yield from self._requests.numbers_of(message.tag, dataset, indices)
         if numbers is None:
             return
 
         def answer(states: NDArray[np.uint8]) -> None:
-            self._send(protocol.Claimed(message.tag, states.tobytes()))
+            self._context.send(protocol.Claimed(message.tag, states.tobytes()))
 
         if not preparation.trusted:
             answer(np.full(len(numbers), protocol.UNSHARED, np.uint8))
@@ -164,7 +184,7 @@ class Sharing:
                 self._state.cache.invalidate(numbers)
 
     def _settle_later(self, waiting: Waiting) -> None:
-        self._session.later(self._settle(waiting))
+        self._context.later(self._settle(waiting))
 
     def _settle(self, waiting: Waiting) -> Steps:
         now = yield None
@@ -172,13 +192,13 @@ class Sharing:
 
     def put(self, message: protocol.Put, now: float) -> Steps:
         """Copy prepared samples that this session has claimed out of its memory file."""
-        session, state = self._session, self._state
+        requests, state = self._requests, self._state
         dataset, preparation = self._prepared(message.dataset, "PUT")
         indices = protocol.unpack_indices(message.indices)
         places, sizes = _extents(message, len(indices))
-        asked, now = now, (yield from session.may_ask(now))
-        session.check_tag(message.tag)
-        numbers = yield from session.numbers_of(message.tag, dataset, indices)
+        asked, now = now, (yield from requests.may_ask(now))
+        requests.check_tag(message.tag)
+        numbers = yield from requests.numbers_of(message.tag, dataset, indices)
         if numbers is None:
             return
         claimed = state.claims.hand_over(dataset, numbers)
@@ -194,7 +214,7 @@ class Sharing:
         if chosen.any():
             self._count(preparation, sizes[chosen], message.cost_us)
         request = SampleRequest(
-            session.owner,
+            self._context.owner,
             message.tag,
             numbers[chosen],
             dataset=dataset,
@@ -206,11 +226,11 @@ class Sharing:
         if len(request.numbers):
             state.scheduler.add(request, now)
         else:
-            session.finished(request, now)
+            requests.finished(request, now)
         if not same.all():
             yield from self._stop(dataset, preparation)
 
-    def _count(self, preparation: Preparation, sizes: Uint64s, cost_us: int) -> None:
+    def _count(self, preparation: Preparation, sizes: UInt64s, cost_us: int) -> None:
         arena, largest = self._state.arena, int(sizes.max())
         if not preparation.count and int(sizes.min()) == largest <= arena.slab_size:
             arena.make_class(largest)  # as `Cache.fit` does for the samples of a file
@@ -230,7 +250,7 @@ class Sharing:
 
     def copied(self, request: SampleRequest) -> None:
         """Samples of a PUT are in memory, or could not be copied."""
-        self._state.scheduler.acknowledge(self._session.owner, [request.tag])
+        self._state.scheduler.pins.acknowledge(self._context.owner, [request.tag])
         self._state.claims.end(request.dataset, request.numbers.tolist())
 
     def distrust(self, message: protocol.Distrust) -> Steps:
@@ -238,7 +258,7 @@ class Sharing:
         dataset, preparation = self._prepared(message.dataset, "DISTRUST")
         return self._stop(dataset, preparation)
 
-    def _stop(self, dataset: Dataset, preparation: Preparation) -> Steps:
+    def _stop(self, dataset: OpenDataset, preparation: Preparation) -> Steps:
         """A preparation is not deterministic: forget its samples, as far as they are not in use."""
         state = self._state
         state.catalog.preparations.distrust(preparation)
@@ -249,10 +269,10 @@ class Sharing:
                 yield None
 
 
-def _extents(message: protocol.Put, count: int) -> tuple[Uint64s, Uint64s]:
+def _extents(message: protocol.Put, count: int) -> tuple[UInt64s, UInt64s]:
     """Return the places and the sizes in a PUT. Raises: ProtocolError."""
-    places: Uint64s = protocol.unpack_numbers(message.places, count, "<u8")
-    sizes: Uint64s = protocol.unpack_numbers(message.lengths, count, "<u8")
+    places: UInt64s = protocol.unpack_numbers(message.places, count, "<u8")
+    sizes: UInt64s = protocol.unpack_numbers(message.lengths, count, "<u8")
     if count > protocol.MOST_CLAIMED or not 0 <= message.cost_us < 1 << 53:
         raise ProtocolError("invalid PUT message: too many samples, or an invalid cost")
     if count and (int(sizes.max()) > protocol.MOST_PREPARED_SIZE or int(places.max()) >> 62):

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ffserve.cache.cache import Int64s, Load
+from ffserve.cache.cache import Load
 from ffserve.cache.tables import Directory, ShardTable
+from ffserve.dtypes import Bytes, Int64s
 from ffserve.engine.io import EngineBatch
 from ffserve.engine.shm import publish_run
 from ffserve.errors import STATUS_FORMAT, Failure
 from ffserve.reads.chunks import (
-    Bytes,
     ChunkBatch,
     ChunkRun,
     DecodedChunk,

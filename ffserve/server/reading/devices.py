@@ -7,14 +7,11 @@ import os
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ffserve.dtypes import Int32s, Int64s
 from ffserve.engine.io import Engine, EngineBatch
 from ffserve.reads.page_cache import CachedFiles
 from ffserve.server.files.remote import RemoteShard
-
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
 
 MOST_ENGINES = 16
 """Users can make devices without a disk (tmpfs, subvolumes): beyond, such devices share engines."""

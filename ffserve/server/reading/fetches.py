@@ -35,12 +35,13 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.cache.cache import Int64s, Load
+from ffserve.cache.cache import Load
 from ffserve.cache.jobs import JobProgress
 from ffserve.cache.orders import PARTS
 from ffserve.cache.tables import Directory, ShardTable
+from ffserve.dtypes import Floats, Int64s
 from ffserve.errors import AccessDenied, Failure, FFServeError, ReadError
-from ffserve.server.files.remote import Floats, RemoteShard
+from ffserve.server.files.remote import RemoteShard
 from ffserve.server.users.access import Owner
 from ffserve.store.blocks import PRESENT, StoredObject
 from ffserve.store.fetching import NOW, Fetcher, OpenObject, Outcome
@@ -723,7 +724,7 @@ def _merged(begins: Int64s, ends: Int64s, rows: Int64s) -> list[tuple[int, int, 
 
 
 def _edges(count: int) -> Floats:
-    """Return the first position of each part of an order; see `orders.Order.edge`."""
+    """Return the first position of each part of an order; see `orders.AnnouncedOrder.edge`."""
     edges: Floats = np.ceil((np.arange(PARTS + 2) - 1) * count / PARTS)
     return edges
 

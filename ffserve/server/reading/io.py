@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ffserve.cache.arena import Arena
-from ffserve.cache.cache import Int64s, Load
+from ffserve.cache.cache import Load
 from ffserve.cache.tables import Blocks, Directory, ShardTable
 from ffserve.config import EngineName
+from ffserve.dtypes import Int32s, Int64s
 from ffserve.engine.io import MERGED_GAP, MERGED_SIZE, DirectReply, Engine, EngineBatch
 from ffserve.engine.shm import NOWHERE
 from ffserve.errors import STATUS_CHECKSUM, ChecksumError, Failure, ReadError
@@ -32,12 +32,10 @@ from ffserve.server.reading.chunks import ChunkLoader
 from ffserve.server.reading.damage import SecondReader, WrongSample
 from ffserve.server.reading.devices import Device, Devices
 from ffserve.server.reading.fetches import Fetches, Gate, Waiting
-from ffserve.server.reading.scheduler import SampleRequest
+from ffserve.server.reading.requests import SampleRequest
 from ffserve.server.reading.statistics import Histogram
 from ffserve.store.fetching import Fetcher
 from ffserve.system.memfd import SharedMemory
-
-Int32s = NDArray[np.int32]
 
 MERGED_MOST = 32 * 1024
 """Blocks up to this size are merged. Copying a larger one out of a bounce buffer (3 us and above)

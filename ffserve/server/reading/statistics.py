@@ -1,7 +1,7 @@
 """Statistics of the daemon since its start: durations, rates, and what its clients read.
 
 To note a duration takes 0.2 us. Buckets double from 1 us to 8 s, the same as those in which clients
-report (`View.take_times`).
+report (`MappedView.take_times`).
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ffserve import protocol
-from ffserve.cache.cache import Int64s
 from ffserve.cache.jobs import JobProgress
 from ffserve.cache.orders import Arriving
 from ffserve.dataset.layout import Layout
+from ffserve.dtypes import Int64s
 from ffserve.errors import FFServeError, ProtocolError, SampleIndexError, UsageError
 from ffserve.protocol import Message
 from ffserve.server.files.shards import OpenShard
@@ -25,6 +25,8 @@ from ffserve.server.users.shares import MOST_ANNOUNCED, OTHERS_SHARE, Bound, Use
 
 MOST_NAME = 200
 """Characters in the name of an order, or of a preparation."""
+FEW = 64
+"""Tags, paths, shards, data sets or errors that are handled in one step."""
 STEP_COUNT = 8192
 """Samples, or positions of an order, that are handled in one step."""
 Steps: TypeAlias = Generator["Bound | None", float, None]
@@ -33,7 +35,7 @@ sent the time of the next step. Any other time that it knows may be long past.""
 
 
 @dataclass(slots=True, eq=False)
-class Dataset:
+class OpenDataset:
     """A data set as one session has opened it."""
 
     paths: list[str]
@@ -56,11 +58,11 @@ class Dataset:
 
 
 @dataclass(slots=True)
-class _Announcement:
+class _IncomingOrder:
     """An order of which some pieces are still to come."""
 
     tag: int
-    dataset: Dataset
+    dataset: OpenDataset
     epoch: int
     name: str | None
     order: Arriving
@@ -85,19 +87,19 @@ class OrderReceiver:
         self._user = user
         self._send = send
         self._fail = fail
-        self._current: _Announcement | None = None
+        self._current: _IncomingOrder | None = None
 
     @property
     def receiving(self) -> bool:
         """Whether pieces of an order are still to come."""
         return self._current is not None
 
-    def forget(self, dataset: Dataset | None = None) -> None:
+    def forget(self, dataset: OpenDataset | None = None) -> None:
         """Drop the pieces received so far if they are for this data set; None: for any."""
         if dataset is None or (self._current is not None and self._current.dataset is dataset):
             self._current = None
 
-    def receive(self, message: protocol.Order, dataset: Dataset) -> Steps:
+    def receive(self, message: protocol.Order, dataset: OpenDataset) -> Steps:
         """Take a piece; ignore pieces of an order that was refused. Answer the last piece.
 
         Raises: ProtocolError.
@@ -113,7 +115,7 @@ class OrderReceiver:
             self._current = None
             self._fail(message.tag, error)
 
-    def _add(self, message: protocol.Order, dataset: Dataset, indices: Int64s) -> Steps:
+    def _add(self, message: protocol.Order, dataset: OpenDataset, indices: Int64s) -> Steps:
         layout = dataset.layout
         current = self._current
         if message.start == 0:
@@ -141,7 +143,7 @@ class OrderReceiver:
         if order.arrived == order.count:
             yield from self._end(current)
 
-    def _end(self, current: _Announcement) -> Steps:
+    def _end(self, current: _IncomingOrder) -> Steps:
         """All pieces have come."""
         self._current = None
         dataset = current.dataset
@@ -161,7 +163,7 @@ class OrderReceiver:
         now = yield None
         self._state.scheduler.pump(now)
 
-    def _begin(self, message: protocol.Order, dataset: Dataset) -> _Announcement:
+    def _begin(self, message: protocol.Order, dataset: OpenDataset) -> _IncomingOrder:
         name, replacement = message.what.get("name"), message.what.get("replacement")
         if not isinstance(replacement, bool) or not (
             name is None or (isinstance(name, str) and len(name) <= MOST_NAME)
@@ -184,7 +186,7 @@ class OrderReceiver:
                 f"{OTHERS_SHARE} times as many as are left for others",
                 hint=f"the daemon keeps {next_use.most_size}; jobs of one seed share theirs",
             )
-        return _Announcement(message.tag, dataset, message.epoch, name, arriving)
+        return _IncomingOrder(message.tag, dataset, message.epoch, name, arriving)
 
 
 def parts(numbers: Int64s) -> Iterator[Int64s]:

@@ -30,9 +30,10 @@ from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
 from ffserve.server.files.shards import PassedFile, Request
 from ffserve.server.prepared.sharing import PrepareRequest
+from ffserve.server.sessions.context import NEW, OVER, READY
 from ffserve.server.sessions.datasets import Steps
 from ffserve.server.sessions.outbox import MemoryFrame, MemoryMessage, Outbox
-from ffserve.server.sessions.session import NEW, OVER, READY, Session
+from ffserve.server.sessions.session import Session
 from ffserve.server.sessions.state import ServerState
 from ffserve.server.sessions.turns import Turns
 from ffserve.server.users.access import (
@@ -148,7 +149,7 @@ class ClientConnection:
 
     def _add(self, *, at_once: bool = False) -> None:
         self._queued = True
-        self._server.turns.add(self, first=not self.session.joined, at_once=at_once)
+        self._server.turns.add(self, first=not self.session.context.joined, at_once=at_once)
 
     def _later(self, steps: Steps | None) -> None:
         """Have a turn, with these steps."""
@@ -182,7 +183,7 @@ class ClientConnection:
             bound.waiting.append(self._go_on)
 
     def work(self, until: float) -> bool:
-        """Receive and handle messages; see `turns.Worker`."""
+        """Receive and handle messages; see `turns.TurnTaker`."""
         self._queued = False
         try:
             left = self._work(until)
@@ -259,7 +260,7 @@ class ClientConnection:
         else:
             if bound is not None and not self._closed:
                 self._hold(bound)
-        if self.session.phase == OVER:
+        if self.session.context.phase == OVER:
             self.close()
 
     def _may_go_on(self) -> bool:
@@ -280,7 +281,7 @@ class ClientConnection:
         if steps is not None:
             self._steps.append(steps)
             self._step(now)
-        elif self.session.phase == OVER:
+        elif self.session.context.phase == OVER:
             self.close()
 
     def _receive(self) -> bool:
@@ -314,7 +315,7 @@ class ClientConnection:
         return True
 
     def _no_hello(self) -> None:
-        if self.session.phase == NEW:
+        if self.session.context.phase == NEW:
             self._refuse(ProtocolError(f"no HELLO message within {HELLO_TIMEOUT_S:g} s"))
 
     def _count_received(self) -> None:
@@ -330,7 +331,7 @@ class ClientConnection:
     def show_life(self) -> None:
         """Tell a client that waits that the daemon works, unless more is on its way to it."""
         waits = self._steps or self.held or self._decoder.pending_size
-        ready = self.session.phase == READY and not self._outbox
+        ready = self.session.context.phase == READY and not self._outbox
         if ready and (waits or self.session.owes_answer):
             self._send(protocol.Alive())
 
@@ -341,12 +342,12 @@ class ClientConnection:
 
         Args: lost: more came, but the daemon may have no more.
         """
-        if not self.session.needs_files:
+        if not self.session.datasets.needs_files:
             closer_of(self.user).close_fds(fds)
             return
-        self.session.received += fds
-        self.session.received_too_many |= lost
-        if len(self.session.received) > protocol.MOST_FILES:
+        self.session.datasets.received += fds
+        self.session.datasets.received_too_many |= lost
+        if len(self.session.datasets.received) > protocol.MOST_FILES:
             raise ProtocolError(f"more than {protocol.MOST_FILES} descriptors for one FILES")
 
     async def _passed(self, tag: int, path: str, positions: list[int]) -> list[PassedFile]:
@@ -359,16 +360,16 @@ class ClientConnection:
                 answered.set_result(answer)
 
         self._receiver.accept(True)
-        self.session.need(tag, positions, take)
+        self.session.datasets.need(tag, positions, take)
         late = ServerUnavailable(
             f"the client passed no descriptors for {FILES_TIMEOUT_S:g} s",
             hint="it was stopped, or its file system does not answer; try again",
         )
-        timer = self._loop.call_later(FILES_TIMEOUT_S, self.session.refuse_files, late)
+        timer = self._loop.call_later(FILES_TIMEOUT_S, self.session.datasets.refuse_files, late)
         try:
             answer = await answered
         except asyncio.CancelledError:
-            self.session.refuse_files(late)
+            self.session.datasets.refuse_files(late)
             raise
         finally:
             timer.cancel()
@@ -413,13 +414,13 @@ class ClientConnection:
                 async with self._opening, self._server.lane(peer.owner):
                     shards = await catalog.open(request, peer, passing)
             except FFServeError as error:
-                self.session.failed(tag, error, time.monotonic())
+                self.session.datasets.failed(tag, error, time.monotonic())
             except Exception as error:
                 log.exception("internal error while opening a data set")
                 failure = FFServeError(f"internal error of the daemon: {error!r}")
-                self.session.failed(tag, failure, time.monotonic())
+                self.session.datasets.failed(tag, failure, time.monotonic())
             else:
-                self.session.opened(tag, request.paths, shards)
+                self.session.datasets.opened(tag, request.paths, shards)
             finally:
                 self.user.opening.give(len(request.paths))
 
@@ -432,8 +433,8 @@ class ClientConnection:
 
     def _drop_received(self) -> None:
         """Close descriptors that nobody took."""
-        fds, self.session.received = self.session.received, []
-        self.session.received_too_many = False
+        fds, self.session.datasets.received = self.session.datasets.received, []
+        self.session.datasets.received_too_many = False
         closer_of(self.user).close_fds(fds)
 
     # ---- replies ----------------------------------------------------------------------------
@@ -531,7 +532,7 @@ class Arrival:
     arrived: Callable[[Arrival], None]
 
     def work(self, until: float) -> bool:
-        """Become a connection; see `turns.Worker`."""
+        """Become a connection; see `turns.TurnTaker`."""
         self.arrived(self)
         return False
 
@@ -660,7 +661,7 @@ class Server:
         """A connection has given everything back."""
         self._connections.discard(connection)
         self.left_namespace(connection.session.peer)
-        if connection.session.joined:
+        if connection.session.context.joined:
             self._used_at = time.monotonic()
         self._left(connection.user)
 
@@ -779,7 +780,7 @@ class Server:
     @property
     def idle_s(self) -> float:
         """Seconds since the last client that opened files went; 0: there is one."""
-        if any(connection.session.joined for connection in self._connections):
+        if any(connection.session.context.joined for connection in self._connections):
             return 0.0
         return time.monotonic() - self._used_at
 

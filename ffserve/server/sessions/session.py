@@ -1,9 +1,8 @@
 """Session: one client's connection, without its socket.
 
-`receive` takes a message and the time; messages for the client go to `send`. Opening a data set
-takes other threads: it goes out through `opener` and comes back through `opened` or `failed`;
-`need` asks the client for descriptors meanwhile. So does explaining why samples failed
-(`explaining.py`).
+`receive` takes a message and the time; messages for the client go to `send`. The session answers
+requests for samples itself; its data sets are in `opened.py`, prepared samples in
+`prepared/sharing.py`, answers about failed samples in `failures.py`.
 
     phase        message                                       next
     NEW          HELLO                                         READY (or refused)
@@ -20,61 +19,36 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ffserve import protocol
-from ffserve.cache.cache import Int64s
-from ffserve.dataset.layout import Layout
+from ffserve.dtypes import Int64s
 from ffserve.errors import (
-    AccessDenied,
-    Failure,
     FFServeError,
-    MissingFile,
     ProtocolError,
-    ReadError,
     SampleIndexError,
     UsageError,
 )
 from ffserve.protocol import Message
-from ffserve.server.files.explaining import FailedSample
-from ffserve.server.files.remote import identity_from
-from ffserve.server.files.shards import Identity, OpenShard, PassedFile, Request
+from ffserve.server.files.shards import Request
 from ffserve.server.life import handover
 from ffserve.server.prepared.sharing import PrepareRequest, Sharing
-from ffserve.server.reading.scheduler import Owner, Reply, SampleRequest
-from ffserve.server.sessions.datasets import STEP_COUNT, Dataset, OrderReceiver, Steps, parts
+from ffserve.server.reading.requests import Owner, Reply, SampleRequest
+from ffserve.server.sessions.context import NEW, OVER, READY, SessionContext
+from ffserve.server.sessions.datasets import FEW, STEP_COUNT, OpenDataset, Steps, parts
+from ffserve.server.sessions.failures import FailedRequests
+from ffserve.server.sessions.opened import SessionDatasets
 from ffserve.server.sessions.outbox import MemoryMessage
 from ffserve.server.sessions.state import LARGEST_COUNT, Job, ServerState
 from ffserve.server.status.report import arena_facts, status
 from ffserve.server.users.access import Peer
-from ffserve.server.users.shares import MOST_USER_DATASETS, Bound, User
-from ffserve.store.access import Access, served
-from ffserve.store.origin import Identity as RemoteIdentity
-from ffserve.store.urls import is_url, shown
+from ffserve.server.users.shares import Bound, User
 
-NEW, READY, OVER = "new", "ready", "over"
-
-MOST_DATASETS = 4096
-MOST_ERRORS = 1024
-"""Failed samples in one READY, so that it fits into a frame; it then answers for fewer samples."""
 MOST_DIRECT_REPLIES = 4
 """A request gets a direct reply while its user has fewer requests than this, and its
 session has no other. With more requests, the loop answers several of them in one turn."""
-ROW_SIZE = protocol.IDENTITY_DTYPE.itemsize
-FEW = 64
-"""Tags, paths, shards, data sets or errors that are handled in one step."""
-
-
-@dataclass(slots=True)
-class _Needed:
-    """Descriptors that were asked for. answer: takes them, or why they do not come."""
-
-    tag: int
-    positions: list[int]
-    answer: Callable[[list[PassedFile] | FFServeError], None]
 
 
 def _no_heir(tag: int) -> None:
@@ -112,42 +86,26 @@ class Session:
         heir: Callable[[int], object] = _no_heir,
         preparer: Callable[[int, PrepareRequest], None] | None = None,
     ) -> None:
-        self.phase = NEW
         self.peer = peer
-        self.job: Job | None = None
+        self.user = User() if user is None else user
+        self.owner = Owner(self.finished, user=self.user, who=peer.owner)
+        self.context = SessionContext(state, peer, self.user, self.owner, send, later)
+        self.later = later
+        self.fail = self.context.fail
         self._state = state
         self._send = send
-        self._opener = opener
         self._direct_reply = direct_reply
         self._direct_tag = 0
         """The tag of the latest request with a direct reply."""
         self._locks = False
         """Whether the client shows a successor of the daemon that it holds leases. Others get none:
         the successor would write to what they read."""
-        self.user = User() if user is None else user
-        self.later = later
-        self._refusal = refusal
         self._heir = heir
         self._takes_over = False
         """Whether the client is a daemon that will take this one over."""
-        self.owner = Owner(self.finished, user=self.user, who=peer.owner)
-        self._datasets: dict[int, Dataset] = {}
-        self._closing: set[Dataset] = set()
-        self._mapped: set[int] = set()
-        """Domains whose memory the client has got."""
-        self._next_dataset = 1
-        self._opening = 0
-        self._explaining = 0
-        """Answers that wait until it is known why samples failed."""
-        self._needed: _Needed | None = None
-        self.received: list[int] = []
-        """Descriptors that came since NEED was sent."""
-        self.received_too_many = False
-        """The kernel dropped descriptors, since the daemon may have no more."""
-        self.joined = False
-        """Whether it counts for its job: it has opened a data set."""
-        self._orders = OrderReceiver(state, self.user, send, self.fail)
-        self.sharing = Sharing(self, state, send, preparer)
+        self.datasets = SessionDatasets(self.context, opener, refusal)
+        self._failures = FailedRequests(self.context, self._answer)
+        self.sharing = Sharing(self, self.datasets, self.context, preparer)
 
     def receive(self, message: Message, now: float) -> Steps | None:  # noqa: C901 (one case each)
         """Handle a message.
@@ -156,13 +114,13 @@ class Session:
         Raises: ProtocolError: the message breaks the protocol; the session must be closed. The
             steps raise it likewise.
         """
-        if self.phase == NEW:
+        if self.context.phase == NEW:
             if not isinstance(message, protocol.Hello):
                 raise ProtocolError("the first message is not HELLO")
             self._hello(message, now)
             return None
-        assert self.job is not None
-        self.job.last_seen = now
+        assert self.context.job is not None
+        self.context.job.last_seen = now
         match message:
             case protocol.Get() | protocol.Lease():
                 return self._ask(message, now)
@@ -179,17 +137,19 @@ class Session:
             case protocol.Release():
                 return self._release(message, now)
             case protocol.Open():
-                return self._open(message, now)
+                return self.datasets.open(message, now)
             case protocol.Files():
-                self._files(message)
+                self.datasets.take_files(message)
             case protocol.Order():
-                return self._orders.receive(message, self.dataset_of(message.dataset, "ORDER"))
+                return self.datasets.orders.receive(
+                    message, self.datasets.get(message.dataset, "ORDER")
+                )
             case protocol.Reached():
                 return self._reached(message, now)
             case protocol.Seen():
                 return self._seen(message, now)
             case protocol.Close():
-                return self._close(message.dataset)
+                return self.datasets.close(message.dataset)
             case protocol.Status():
                 return self._status(message.tag, now)
             case protocol.Resize():
@@ -199,7 +159,7 @@ class Session:
             case protocol.Handover():
                 self._hand_over(message)
             case protocol.Bye():
-                self.phase = OVER
+                self.context.phase = OVER
             case _:
                 raise ProtocolError(f"unexpected {type(message).__name__} message")
         return None
@@ -219,9 +179,9 @@ class Session:
             )
         self._locks = about.get("locks") is True
         self._takes_over = about.get("handover") is True
-        self.job = job
+        self.context.job = job
         self.owner.job = job.name
-        self.phase = READY
+        self.context.phase = READY
         welcome = protocol.Welcome({**general, "version": version})
         self._send(MemoryMessage(welcome, [self._state.page.file]))
 
@@ -242,285 +202,15 @@ class Session:
         except FFServeError as error:
             self.fail(message.tag, error)
 
-    def fail(self, tag: int, error: FFServeError) -> None:
-        """Report that a request failed; tag 0: that the session did."""
-        if self.job is not None:
-            self.job.errors += 1
-        self._state.statistics.errors[error.code] += 1
-        self._send(protocol.Fail(tag, protocol.error_to_wire(error)))
-
-    # ---- data sets ------------------------------------------------------------------------
-
-    def _join_job(self, now: float) -> None:
-        """Count for the job from the first data set on: a client that asks for the status only is
-        no job."""
-        assert self.job is not None
-        if self.joined:
-            return
-        self.joined = True
-        self.job = self._state.join(self.job, self.peer, now)
-        self.job.time.begin(self.owner.time, now)
-        self.owner.job = self.job.name
-
-    def _open(self, message: protocol.Open, now: float) -> Steps:
-        what, user = message.what, self.user
-        paths: Any = what.get("paths")
-        name, verify = what.get("format"), what.get("verify")
-        tolerant = what.get("tolerant", False)
-        if self._refusal is not None:
-            self._state.note_refused(self.peer.uid, self._refusal, now)
-            self.fail(0, self._refusal)
-            self.phase = OVER
-            return
-        if not isinstance(paths, list):
-            paths = []
-        valid = bool(paths)
-        identities: list[Identity] = []
-        remote = _Remote(what, len(paths), self._serves)
-        for first in range(0, len(paths), FEW):
-            part = paths[first : first + FEW]
-            valid = valid and all(isinstance(p, str) and "\0" not in p for p in part)
-            rows = message.identities[ROW_SIZE * first : ROW_SIZE * (first + len(part))]
-            identities += protocol.unpack_identities(rows, len(part))
-            if valid:
-                valid = remote.take(paths, identities, first)
-            now = yield None
-        if len(message.identities) != ROW_SIZE * len(paths):
-            raise ProtocolError("invalid OPEN message: not one identity for each path")
-        if (
-            not valid
-            or not (name is None or isinstance(name, str))
-            or not isinstance(verify, bool)
-            or not isinstance(tolerant, bool)
-        ):
-            raise ProtocolError("invalid OPEN message: no absolute paths, or an invalid option")
-        if remote.error is not None:
-            self.fail(message.tag, remote.error)
-            return
-        if (most := self.most_datasets()) is not None:
-            hint = "close readers, or open many files as one data set"
-            self.fail(message.tag, UsageError(most, hint=hint))
-            return
-        while user.opening.full:
-            now = yield user.opening
-        self._join_job(now)
-        self.begin_opening()
-        found = remote.versions, remote.access
-        self._opener(message.tag, Request(paths, identities, name, verify, tolerant, *found))
-
-    def _serves(self, url: str) -> bool:
-        remote = self._state.remote
-        return served(url) if remote is None else remote.serves(url, self.peer)
-
-    def need(
-        self,
-        tag: int,
-        positions: list[int],
-        answer: Callable[[list[PassedFile] | FFServeError], None],
-    ) -> None:
-        """Ask the client for descriptors of files of an OPEN; one OPEN at a time.
-
-        Args: answer: called once, with descriptors of the first few of these files, which become
-            the callee's, or with the reason why there are none.
-        """
-        assert self._needed is None
-        if self.phase != READY:
-            answer(UsageError("the session has ended"))
-            return
-        self._needed = _Needed(tag, positions, answer)
-        self._send(protocol.Need(tag, protocol.pack_positions(positions)))
-
-    def refuse_files(self, error: FFServeError) -> None:
-        """Wait no longer for the descriptors that were asked for."""
-        needed, self._needed = self._needed, None
-        if needed is not None:
-            needed.answer(error)
-
-    @property
-    def needs_files(self) -> bool:
-        """Whether descriptors may come with the next bytes; others are left to the kernel."""
-        return self._needed is not None
-
-    def _files(self, message: protocol.Files) -> None:
-        needed = self._needed
-        if needed is None or needed.tag != message.tag:
-            return  # too late: the OPEN has failed
-        kinds, fds = message.kinds, self.received
-        if self.received_too_many:
-            self.refuse_files(
-                ReadError(
-                    "the daemon cannot take more descriptors: it has too many files open",
-                    hint="raise the limit on open files (ulimit -n, LimitNOFILE= in the systemd "
-                    "unit)",
-                )
-            )
-        elif kinds and not fds:
-            self.refuse_files(
-                AccessDenied(
-                    f"{len(kinds)} descriptors were announced, but none came with the message",
-                    hint="only a direct connection through a Unix socket passes descriptors: is "
-                    "there a proxy in between?",
-                )
-            )
-        elif len(kinds) != len(fds):
-            raise ProtocolError(f"{len(fds)} descriptors came with a FILES message of {len(kinds)}")
-        elif not kinds:
-            self.refuse_files(UsageError("the client gave up opening the data set"))
-        else:
-            files = self._assign(needed.positions, kinds, fds)
-            self._needed, self.received = None, []
-            needed.answer(files)
-
-    def _assign(self, positions: list[int], kinds: bytes, fds: list[int]) -> list[PassedFile]:
-        """Assign descriptors to the files that were asked for."""
-        files: list[PassedFile] = []
-        for kind, fd in zip(kinds, fds, strict=True):
-            if kind == protocol.RECORD_FILE and len(files) < len(positions):
-                files.append(PassedFile(positions[len(files)], fd))
-            elif kind == protocol.INDEX_FILE and files and files[-1].index is None:
-                files[-1].index = fd
-            else:
-                raise ProtocolError(f"invalid FILES message: kind {kind} is not due")
-        return files
-
-    def most_datasets(self) -> str | None:
-        """Return why no further data set may be opened."""
-        if len(self._datasets) + self._opening >= MOST_DATASETS:
-            return f"this process already has {MOST_DATASETS} data sets open"
-        if self.user.datasets >= MOST_USER_DATASETS:
-            return f"user {self.user.uid} already has {MOST_USER_DATASETS} data sets open"
-        return None
-
-    def opened(self, tag: int, paths: list[str], shards: list[OpenShard]) -> None:
-        """The data set is open; the session holds its shards from now on."""
-        if self.phase != READY:
-            self._state.catalog.close(shards, self.peer.owner)
-            self._opening -= 1
-            self.user.datasets -= 1
-            return
-        counts = np.array([shard.count for shard in shards], np.int64)
-        bases = np.array([shard.base for shard in shards], np.int64)
-        assert self.job is not None
-        progress = self._state.next_use.join(self.job.name, bases, counts)
-        progress.payload_size = sum(shard.payload_size for shard in shards)
-        if not self.job.paths:
-            more = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
-            self.job.paths = paths[0] + more
-        fetches = self._state.engines.fetches
-        dataset = Dataset(paths, shards, Layout(counts, bases), progress)
-        if fetches is not None:
-            remote = [each.base for each in shards if each.remote is not None and each.count]
-            dataset.remote = bool(remote)
-            if remote:
-                fetches.follow(progress, remote)
-        self.enter(tag, dataset)
-
-    def begin_opening(self) -> None:
-        """A data set is being opened; `enter` or `not_opened` ends that."""
-        self.user.datasets += 1
-        self._opening += 1
-
-    def enter(self, tag: int, dataset: Dataset) -> None:
-        """Enter a data set that was opened, and answer."""
-        self._opening -= 1
-        number = self._next_dataset
-        self._next_dataset += 1
-        self._datasets[number] = dataset
-        self.later(self._answer_open(tag, number, dataset.shards))
-
-    def not_opened(self, tag: int, error: FFServeError) -> None:
-        """A data set could not be opened: answer."""
-        self.user.datasets -= 1
-        self._opening -= 1
-        self.fail(tag, error)
-
-    def _answer_open(self, tag: int, number: int, shards: list[OpenShard]) -> Steps:
-        table = np.zeros(len(shards), protocol.SHARD_DTYPE)
-        for first in range(0, len(shards), FEW):
-            part = shards[first : first + FEW]
-            rows = table[first : first + FEW]
-            rows["base"] = [shard.base for shard in part]
-            rows["count"] = [shard.count for shard in part]
-            rows["size"] = [shard.size for shard in part]
-            rows["fingerprint"] = [shard.fingerprint for shard in part]
-            rows["checksum_kind"] = [shard.checksum_kind for shard in part]
-            yield None
-        formats = [shard.format for shard in shards]
-        table["domain"] = [shard.domain.serial for shard in shards]
-        self._send_opened(protocol.Opened(tag, number, table.tobytes(), formats), shards)
-
-    def _send_opened(self, message: protocol.Opened, shards: list[OpenShard]) -> None:
-        """Send OPENED, with the memory of the domains that the client does not have yet."""
-        fresh = {shard.domain.serial: shard.domain for shard in shards}
-        for serial in self._mapped:
-            fresh.pop(serial, None)
-        if not fresh:
-            self._send(message)
-            return
-        self._mapped.update(fresh)
-        message.domains = protocol.pack_tags(list(fresh))
-        files = [file for domain in fresh.values() for file in domain.files]
-        self._send(MemoryMessage(message, files))
-
-    def failed(self, tag: int, error: FFServeError, now: float) -> None:
-        """The data set could not be opened."""
-        if not isinstance(error, (MissingFile, UsageError)):
-            uid, lines = self.peer.uid, self._state.repeated
-            lines.warning("cannot open files for user %d: %s", uid, error, user=uid, now=now)
-        self.not_opened(tag, error)
-
-    def _close(self, number: int) -> Steps | None:
-        dataset = self._datasets.pop(number, None)
-        if dataset is None:
-            return None
-        self._leave_progress(dataset)
-        self._orders.forget(dataset)
-        self._closing.add(dataset)
-        return self._leave_claims(dataset, close=not dataset.requests)
-
-    def _leave_claims(self, dataset: Dataset, *, close: bool) -> Steps:
-        yield from self._state.claims.leave(dataset)
-        if close:
-            yield from self._close_shards(dataset)
-
-    def _close_shards(self, dataset: Dataset) -> Steps:
-        """Close the shards; `leave` goes on with it if these steps end early."""
-        if dataset.memory_file is not None:
-            file, dataset.memory_file = dataset.memory_file, None
-            assert dataset.source is not None
-            dataset.source.feeds -= 1
-            self._state.engines.copier.drop(file)
-            self.user.memory_files -= 1
-        while part := dataset.shards[dataset.closed : dataset.closed + FEW]:
-            dataset.closed += len(part)
-            self._state.catalog.close(part, self.peer.owner)
-            yield None
-        self._closing.discard(dataset)
-        self.user.datasets -= 1
-
-    def _leave_progress(self, dataset: Dataset) -> None:
-        self._state.next_use.leave(dataset.progress, dataset)
-        fetches = self._state.engines.fetches
-        if dataset.remote and fetches is not None and not dataset.progress.sessions:
-            fetches.leave(dataset.progress)
-        self._state.scheduler.prefetcher.advanced(dataset.progress)
-
-    def dataset_of(self, number: int, message: str) -> Dataset:
-        """Return an open data set. Raises: ProtocolError: the number in a message is none."""
-        dataset = self._datasets.get(number)
-        if dataset is None:
-            raise ProtocolError(f"{message} for data set {number}, which is not open")
-        return dataset
-
     # ---- samples --------------------------------------------------------------------------
 
     def _count(self, hits: int, hit_size: int, now: float) -> None:
         """Add the client's counters."""
-        assert self.job is not None
+        assert self.context.job is not None
         if hits < 0 or hit_size < 0:
             raise ProtocolError("negative counter in a message")
-        self.job.hits = min(self.job.hits + hits, LARGEST_COUNT)
-        self.job.hit_size = min(self.job.hit_size + hit_size, LARGEST_COUNT)
+        self.context.job.hits = min(self.context.job.hits + hits, LARGEST_COUNT)
+        self.context.job.hit_size = min(self.context.job.hit_size + hit_size, LARGEST_COUNT)
         self._state.statistics.hits += hits
         self._state.statistics.hit_size += hit_size
         if hits:
@@ -528,11 +218,11 @@ class Session:
 
     def _acknowledge(self, packed: bytes, first: int) -> None:
         """Unpin the samples of the next few acknowledged GETs, from a byte on."""
-        self._state.scheduler.acknowledge(self.owner, _tags(packed, first))
+        self._state.scheduler.pins.acknowledge(self.owner, _tags(packed, first))
 
     def _tell(self, message: protocol.Tell, now: float) -> Steps:
         self._count(message.hits, message.hit_size, now)
-        dataset = self._datasets.get(message.dataset)
+        dataset = self.datasets.find(message.dataset)
         if dataset is not None and dataset.preparation is not None:
             self.sharing.count_found(dataset.preparation, message.hits)
         for first in range(0, len(message.acknowledged), 4 * FEW):
@@ -542,7 +232,7 @@ class Session:
 
     def _release(self, message: protocol.Release, now: float) -> Steps:
         for first in range(0, len(message.tags), 4 * FEW):
-            self._state.scheduler.release(self.owner, _tags(message.tags, first))
+            self._state.scheduler.pins.release(self.owner, _tags(message.tags, first))
             now = yield None
         self._state.scheduler.pump(now)
 
@@ -556,7 +246,7 @@ class Session:
                     now = yield None
                 self._acknowledge(message.acknowledged, first)
         now = yield from self.may_ask(now)
-        dataset = self.dataset_of(message.dataset, "LEASE" if lease else "GET")
+        dataset = self.datasets.get(message.dataset, "LEASE" if lease else "GET")
         if dataset.preparation is not None:
             raise ProtocolError("GET or LEASE of prepared samples, which are claimed")
         self.check_tag(tag)
@@ -569,8 +259,8 @@ class Session:
             hits = yield from self._count_hits(numbers, now)
         if len(numbers) > STEP_COUNT:
             now = yield None
-        assert self.job is not None
-        self.job.missed += len(numbers) - hits
+        assert self.context.job is not None
+        self.context.job.missed += len(numbers) - hits
         self._state.statistics.missed += len(numbers) - hits
         request = SampleRequest(
             self.owner, tag, numbers, lease=lease, dataset=dataset, indices=indices, asked=asked
@@ -590,7 +280,7 @@ class Session:
         self._state.scheduler.add(request, now)
         yield from self._asked(dataset, numbers, now)  # while the disk works
 
-    def _asked(self, dataset: Dataset, numbers: Int64s, now: float) -> Steps:
+    def _asked(self, dataset: OpenDataset, numbers: Int64s, now: float) -> Steps:
         """Samples of a data set were asked for: note that they are used."""
         for first in range(0, len(numbers), STEP_COUNT):
             if first:
@@ -605,7 +295,7 @@ class Session:
         if user.requests.full or user.asked.full:
             waiting.ask(now)
             while user.requests.full or user.asked.full:
-                self._state.scheduler.limit_pins(user)
+                self._state.scheduler.pins.limit(user)
                 if user.requests.full or user.asked.full:
                     now = yield user.requests if user.requests.full else user.asked
             waiting.answer(now)
@@ -622,7 +312,7 @@ class Session:
             raise ProtocolError(f"more than {protocol.MOST_REQUESTS} unanswered requests")
 
     def numbers_of(
-        self, tag: int, dataset: Dataset, indices: Int64s
+        self, tag: int, dataset: OpenDataset, indices: Int64s
     ) -> Generator[None, float, Int64s | None]:
         """Return the samples' numbers; None: one is out of range, and FAIL was sent."""
         layout = dataset.layout
@@ -658,16 +348,9 @@ class Session:
         return count
 
     @property
-    def serves(self) -> bool:
-        """Whether it has begun, and has not ended."""
-        return self.phase == READY
-
-    @property
     def owes_answer(self) -> bool:
         """Whether the client waits for something."""
-        if self.owner.waiting or self._explaining or self._opening or self._orders.receiving:
-            return True
-        return any(map(self._state.claims.waiting_count, self._datasets.values()))
+        return bool(self.owner.waiting or self._failures.explaining or self.datasets.owes_answer)
 
     @property
     def has_requests(self) -> bool:
@@ -684,88 +367,24 @@ class Session:
         if request.source is not None:
             self.sharing.copied(request)
         if request.failures:
-            self.later(self._explain(request))
+            self.later(self._failures.explain(request))
         else:
             self._answer(request, [], now)
-
-    def _explain(self, request: SampleRequest) -> Steps:
-        """Find out why samples failed, and answer."""
-        failed: list[FailedSample] = []
-        yield from self._list_failed(request, failed)
-
-        def explained() -> None:
-            self._explaining -= 1
-            if self.phase == READY:
-                self.later(self._answer_failures(request, failed))
-
-        self._explaining += 1
-        self._state.explainer.explain(self.user, failed, explained)
-
-    def _answer_failures(self, request: SampleRequest, failed: list[FailedSample]) -> Steps:
-        errors: list[Any] = []
-        now = yield None
-        for each in failed:
-            error = each.explained()
-            if each.shard is not None:
-                self._state.note_failed(each.shard, each.number, error, now, self.peer.uid)
-            errors.append([each.position, *protocol.error_to_wire(error)])
-            if len(errors) % FEW == 0:
-                now = yield None
-        assert self.job is not None
-        self.job.errors += len(errors)
-        if self.phase == READY:
-            self._answer(request, errors, now)
 
     def _answer(self, request: SampleRequest, errors: list[Any], now: float) -> None:
         if request.reply is None or not request.reply.sent:
             self._send(protocol.Ready(request.tag, request.count, errors))
-        dataset: Dataset = request.dataset
-        assert self.job is not None
+        dataset: OpenDataset = request.dataset
+        assert self.context.job is not None
         waited_s = now - request.asked
-        self.job.waited_s += waited_s
+        self.context.job.waited_s += waited_s
         self._state.statistics.requests.note(waited_s)
-        self.request_ended(dataset)
-
-    def request_ended(self, dataset: Dataset) -> None:
-        """A request for a data set is answered, or was dropped."""
-        dataset.requests -= 1
-        if self.phase == READY and not dataset.requests and dataset in self._closing:
-            self.later(self._close_shards(dataset))
-
-    def _list_failed(self, request: SampleRequest, failed: list[FailedSample]) -> Steps:
-        """List the failed samples of an answer."""
-        failures = request.failures
-        for first in range(0, request.count, STEP_COUNT):
-            part = request.numbers[first : min(first + STEP_COUNT, request.count)]
-            for position, number in enumerate(part.tolist(), first):
-                failure = failures.get(number)
-                if failure is None:
-                    continue
-                if len(failed) == MOST_ERRORS:
-                    request.count = position
-                    return
-                failed.append(self._failed(request, failure, position, number))
-                if len(failed) % FEW == 0:
-                    yield None
-            yield None
-
-    def _failed(
-        self, request: SampleRequest, failure: Failure, position: int, number: int
-    ) -> FailedSample:
-        dataset: Dataset = request.dataset
-        state, index = self._state, int(request.indices[position])
-        shard = int(dataset.layout.shards(request.indices[position : position + 1])[0])
-        one = request.numbers[position : position + 1]
-        path = dataset.paths[shard]
-        offset, length = int(state.directory.offsets[number]), int(state.directory.lengths(one)[0])
-        error = failure.named(path, index, offset, length, arena_size=state.cache.arena.size)
-        opened = dataset.shards[shard] if dataset.preparation is None else None
-        return FailedSample(position, number, opened, error, (offset, length, failure.expected))
+        self.datasets.request_ended(dataset)
 
     # ---- orders and progress ----------------------------------------------------------------
 
     def _reached(self, message: protocol.Reached, now: float) -> Steps:
-        progress = self.dataset_of(message.dataset, "REACHED").progress
+        progress = self.datasets.get(message.dataset, "REACHED").progress
         epoch, position = message.epoch, message.position
         if not (0 <= epoch <= LARGEST_COUNT and 0 <= position <= LARGEST_COUNT):
             raise ProtocolError("invalid REACHED message: epoch or position out of range")
@@ -780,7 +399,7 @@ class Session:
         self._state.scheduler.pump(now)
 
     def _seen(self, message: protocol.Seen, now: float) -> Steps:
-        dataset = self.dataset_of(message.dataset, "SEEN")
+        dataset = self.datasets.get(message.dataset, "SEEN")
         indices, layout = protocol.unpack_order(message.indices), dataset.layout
         if len(indices) and int(indices.max()) >= layout.count:
             raise ProtocolError("invalid SEEN message: an index is outside the data set")
@@ -801,67 +420,18 @@ class Session:
 
     def leave(self, now: float) -> Steps:
         """The connection is closed: give everything back, requests at once, the rest in steps."""
-        if self.joined:
-            assert self.job is not None
-            self.job.sessions -= 1
-            self.job.time.end(self.owner.time, now)
-        self.phase = OVER
-        self.refuse_files(UsageError("the session has ended"))
-        self._orders.forget()
+        if self.context.joined:
+            assert self.context.job is not None
+            self.context.job.sessions -= 1
+            self.context.job.time.end(self.owner.time, now)
+        self.context.phase = OVER
+        self.datasets.refuse_files(UsageError("the session has ended"))
+        self.datasets.orders.forget()
         return self._leaving(self._state.scheduler.leave(self.owner, now))
 
     def _leaving(self, pins: Iterator[None]) -> Steps:
         yield from pins
-        for dataset in self._datasets.values():
-            self._leave_progress(dataset)
-            yield from self._state.claims.leave(dataset)
-            yield from self._close_shards(dataset)
-        for dataset in tuple(self._closing):
-            yield from self._state.claims.leave(dataset)
-            yield from self._close_shards(dataset)
-        self._datasets.clear()
-
-
-class _Remote:
-    """The remote files of an OPEN, from what the client says of them.
-
-    Args: what: of the message. count: of its paths. serves: whether the daemon fetches a URL.
-    """
-
-    def __init__(self, what: dict[str, Any], count: int, serves: Callable[[str], bool]) -> None:
-        self.versions: dict[int, RemoteIdentity] = {}
-        self.access: Access | None = None
-        self.error: FFServeError | None = None
-        """Why they cannot be opened."""
-        self._tags: Any = what.get("tags")
-        self._access: Any = what.get("access")
-        self._count = count
-        self._serves = serves
-
-    def take(self, paths: list[str], identities: list[Identity], first: int) -> bool:
-        """Take the next paths, from this position on, and give URLs without secrets and identities
-        that are no files'; return False if one is neither a path nor a URL with a version."""
-        for k in range(first, len(identities)):
-            if paths[k].startswith("/"):
-                continue
-            tags = self._tags
-            if not isinstance(tags, list) or len(tags) != self._count or not is_url(paths[k]):
-                return False
-            if not isinstance(self._access, str):
-                return False
-            _, _, size, modified, _ = identities[k]
-            try:
-                if self.access is None:
-                    self.access = Access(self._access)
-                if self.error is None:
-                    version = size, tags[k], modified
-                    self.versions[k] = identity_from(paths[k], *version, self._serves)
-            except FFServeError as error:
-                self.error = error
-            paths[k] = shown(paths[k])
-            # No file has it; the catalog makes one of the object.
-            identities[k] = 0, k, size, modified, -1
-        return True
+        yield from self.datasets.leave()
 
 
 def _tags(packed: bytes, first: int) -> list[int]:

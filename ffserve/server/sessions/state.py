@@ -22,12 +22,13 @@ from ffserve import protocol
 from ffserve._version import __version__
 from ffserve.cache.adoption import Adopted, adopt
 from ffserve.cache.arena import Arena
-from ffserve.cache.cache import Cache, Int64s
+from ffserve.cache.cache import Cache
 from ffserve.cache.inventory import Inventory
 from ffserve.cache.jobs import JobProgress
 from ffserve.cache.next_use import SMALLEST_LIMIT, NextUse
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.config import ServerConfig, format_size
+from ffserve.dtypes import Int64s
 from ffserve.engine.shm import retract
 from ffserve.errors import (
     AccessDenied,

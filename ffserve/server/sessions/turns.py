@@ -26,7 +26,7 @@ turns go on, the first message of a user who has used no more than those who wai
 """
 
 
-class Worker(Protocol):
+class TurnTaker(Protocol):
     """A connection, which takes turns."""
 
     user: User
@@ -47,13 +47,13 @@ class Turns:
         self._loop = loop
         self._after = after
         self._share = FairShare()
-        self._waiting: dict[User, tuple[deque[Worker], deque[Worker]]] = {}
+        self._waiting: dict[User, tuple[deque[TurnTaker], deque[TurnTaker]]] = {}
         """Of each user: connections that go first, the others."""
         self._running = False
         self._ended = 0.0
         """When the last turn ended."""
 
-    def add(self, worker: Worker, *, first: bool = False, at_once: bool = False) -> None:
+    def add(self, worker: TurnTaker, *, first: bool = False, at_once: bool = False) -> None:
         """A connection that has no turn coming has something to do.
 
         Args:

@@ -213,7 +213,7 @@ def arena_facts(state: ServerState) -> dict[str, Any]:
         "used": state.arena.used_size,
         "populated": state.pages.populated,
         "held": state.resizing.held_size,
-        "leased": state.scheduler.leased_size,
+        "leased": state.scheduler.pins.leased_size,
         "resizing": state.resizing.under_way,
     }
 

@@ -29,14 +29,12 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ffserve.config import USER_FILE_SYSTEMS, CommonName
 from ffserve.disk.files import os_error
+from ffserve.dtypes import Bools, Int32s, Int64s
 from ffserve.engine.opening import (
     KIND_BITS,
-    Int32s,
-    Int64s,
     States,
     flags_and_types,
     have_acls,
@@ -44,8 +42,6 @@ from ffserve.engine.opening import (
     stat_names,
 )
 from ffserve.errors import AccessDenied
-
-Bools = NDArray[np.bool_]
 
 log = logging.getLogger("ffserve")
 

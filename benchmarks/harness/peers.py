@@ -35,9 +35,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import ffserve
-from ffserve.bench.contestants import Case, Delivered, batches, delivering
-from ffserve.bench.harness import BenchmarkData, evict
-from ffserve.bench.processes import THIS, Installation
+from benchmarks.harness.installation import THIS, Installation
+from ffserve.bench.ceilings import Case, Delivered, batches, delivering
+from ffserve.bench.samples import BenchmarkData, evict
 from ffserve.errors import FFServeError
 
 FLAT = "flat"

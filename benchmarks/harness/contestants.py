@@ -1,14 +1,14 @@
-"""The process of a contestant, and the contestants of ffserve, of memory and of the disk.
+"""The process of a contestant, and the contestants of ffserve.
 
-``python -m ffserve.bench.contestants '{"function": "module:function", …}'`` forks as many clients
-as the case has. The function takes the case and is a generator: it yields (samples, bytes) per
-batch, which lie in the client's memory by then, or once a dict, which ends the run and is its
+``python -m benchmarks.harness.contestants '{"function": "module:function", …}'`` forks as many
+clients as the case has. The function takes the case and is a generator: it yields (samples, bytes)
+per batch, which lie in the client's memory by then, or once a dict, which ends the run and is its
 result. Each client warms up with the case's ``warm`` batches; when all are ready, the process
 writes "ready" and their process ids and waits for a line; then all run for the case's ``seconds``.
 It prints a line of JSON per client: samples, size in bytes, seconds, CPU seconds and memory of the
 client and its children, and the seconds of each batch.
 
-This file also runs over another checkout of ffserve (see `processes.Installation`), so it uses
+This file also runs over another checkout of ffserve (see `harness/installation.py`), so it uses
 public names of ffserve only, and the classes of the harness not at all.
 """
 
@@ -18,53 +18,22 @@ import contextlib
 import importlib
 import itertools
 import json
-import mmap
 import os
 import resource
-import shutil
-import subprocess
 import sys
-import threading
 import time
 import zlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import ffserve
+from ffserve.bench.ceilings import BLOCK, Case, Delivered, batches, delivering, touched
 from ffserve.errors import FFServeError
 from ffserve.order import epoch_order
-
-Case = dict[str, Any]
-Delivered = Generator[tuple[int, int] | dict[str, Any], None, None]
-
-# --------------------------------------------------------------------------- for contestants
-
-
-def batches(case: Case) -> Iterator[NDArray[np.int64]]:
-    """Yield random batches of indices without end; with ``once`` one permutation."""
-    count, size = case["count"], case["batch"]
-    random = np.random.default_rng(case["seed"])
-    while True:
-        order: NDArray[np.int64] = (
-            random.permutation(np.arange(count))
-            if case["once"]
-            else random.integers(0, count, (count,))
-        )
-        for first in range(0, max(1, count - size + 1), size):
-            yield order[first : first + size]
-        if case["once"]:
-            return
-
-
-def delivering(case: Case, read: Callable[[NDArray[np.int64]], int]) -> Delivered:
-    """Make a contestant of a function that reads a batch and returns its bytes."""
-    for indices in batches(case):
-        yield len(indices), read(indices)
 
 
 def cpu_s(pid: int) -> float:
@@ -276,129 +245,10 @@ def keep_open(case: Case) -> Delivered:
         yield {"samples": len(reader)}
 
 
-# --------------------------------------------------------------------------- memory and disk
-
-BLOCK = 4096
-RAW_THREADS = 32
-FIO_MISSING = "fio is not installed (apt-get install fio, dnf install fio)"
-STREAM_BLOCK = 1 << 20
-STREAM_DEPTH = 16
-
-
-def _touched(size: int) -> NDArray[np.uint8]:
-    """Return private memory that has been touched, in huge pages where possible."""
-    mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    mapping.madvise(mmap.MADV_HUGEPAGE)
-    touched = np.frombuffer(mapping, np.uint8)
-    touched[::BLOCK] = 1
-    return touched
-
-
-def memcpy(case: Case) -> Delivered:
-    """Copy each sample from a random place into one warm buffer, by one call of numpy per batch."""
-    step, size = case["sample_size"], case["batch"]
-    table = _touched(case["count"] * step).reshape(case["count"], step)
-    rows = _touched(size * step).reshape(size, step)
-
-    def copy(indices: NDArray[np.int64]) -> int:
-        np.take(table, indices, axis=0, out=rows[: len(indices)], mode="clip")
-        return int(len(indices) * step)
-
-    return delivering(case, copy)
-
-
 def array_rows(case: Case) -> Delivered:
     """Index one numpy array: ``table[indices]``."""
-    table = _touched(case["count"] * case["sample_size"]).reshape(
-        case["count"], case["sample_size"]
-    )
+    table = touched(case["count"] * case["sample_size"]).reshape(case["count"], case["sample_size"])
     return delivering(case, lambda indices: int(table[indices].nbytes))
-
-
-def raw_reads(case: Case) -> Delivered:
-    """Read random blocks with threads of preadv and O_DIRECT: the stand-in for fio."""
-    step = _whole_blocks(case["sample_size"])
-    fds = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in case["paths"]]
-    spans = [max(1, (os.fstat(fd).st_size - step) // BLOCK) for fd in fds]
-    requests: SimpleQueue[tuple[int, int]] = SimpleQueue()
-    completed: SimpleQueue[int] = SimpleQueue()
-
-    def work() -> None:
-        buffer = [mmap.mmap(-1, step)]
-        while True:
-            file, offset = requests.get()
-            completed.put(os.preadv(fds[file], buffer, offset))
-
-    for _ in range(RAW_THREADS):
-        threading.Thread(target=work, daemon=True).start()
-    random = np.random.default_rng(case["seed"])
-    for indices in batches({**case, "once": False}):
-        for _ in range(len(indices)):
-            file = int(random.integers(len(fds)))
-            requests.put((file, int(random.integers(spans[file])) * BLOCK))
-        yield len(indices), sum(completed.get() for _ in range(len(indices)))
-
-
-def _whole_blocks(size: int) -> int:
-    return -(-size // BLOCK) * BLOCK
-
-
-def has_fio() -> bool:
-    """Return whether fio is installed."""
-    return shutil.which("fio") is not None
-
-
-Pattern = Literal["blocks", "extents", "batches", "stream"]
-"""The reads of fio. ``blocks``: random whole blocks of a sample's size. ``extents``: what direct
-I/O has to read for a sample that begins anywhere in the file, in logical blocks of the device; only
-the sample's own bytes count. ``batches``: extents, ``depth`` of them at a time, the next when all
-have completed. ``stream``: from the first byte to the last."""
-
-
-def fio(
-    paths: Sequence[str],
-    mean: int,
-    extent: Callable[[], tuple[int, int]],
-    depth: int,
-    seconds: float,
-    pattern: Pattern = "blocks",
-) -> dict[str, Any]:
-    """Read a data set's files with fio: io_uring, O_DIRECT.
-
-    Args:
-        mean: bytes of a sample, of which the reads are; those in order have STREAM_BLOCK.
-        extent: returns the bytes of a direct read of such a sample, and their alignment.
-        depth: reads in flight.
-    Returns: the figures of a client.
-    Raises:  FFServeError when fio fails.
-    """
-    step = STREAM_BLOCK if pattern == "stream" else _whole_blocks(mean)
-    counted, aligned = step, step
-    if pattern in ("extents", "batches"):
-        counted, (step, aligned) = mean, extent()
-    names = ":".join(path.replace("\\", r"\\").replace(":", r"\:") for path in paths)
-    command = [
-        "fio", "--name=bench", f"--filename={names}", f"--bs={step}", f"--iodepth={depth}",
-        f"--blockalign={aligned}",
-        f"--rw={'read' if pattern == 'stream' else 'randread'}", "--ioengine=io_uring",
-        "--direct=1", "--readonly", "--norandommap", "--randrepeat=0", "--thread=1",
-        "--registerfiles=1",
-        "--nonvectored=1", "--time_based", f"--runtime={max(1, round(seconds * 1000))}ms",
-        "--output-format=json",
-    ]  # fmt: skip
-    if pattern == "batches":
-        command += [f"--iodepth_batch_submit={depth}", f"--iodepth_batch_complete_min={depth}"]
-    finished = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    try:
-        job = json.loads(finished.stdout[finished.stdout.index("{") :])["jobs"][0]
-        count, run_s = int(job["read"]["total_ios"]), job["read"]["runtime"] / 1000
-        used_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * run_s
-        if finished.returncode != 0 or count == 0:
-            raise ValueError
-    except (ValueError, KeyError, IndexError):
-        lines = (finished.stderr or finished.stdout).strip().splitlines()
-        raise FFServeError(f"fio failed: {lines[-1] if lines else 'no output'}") from None
-    return {"samples": count, "size": count * counted, "seconds": run_s, "cpu": used_s}
 
 
 # --------------------------------------------------------------------------- the process

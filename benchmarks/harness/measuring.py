@@ -21,24 +21,21 @@ import tempfile
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 import ffserve
-from ffserve.bench import contestants, processes
-from ffserve.bench.contestants import cpu_s, memory
-from ffserve.bench.processes import THIS, Daemon, Installation
+from benchmarks.harness.contestants import cpu_s, memory
+from benchmarks.harness.installation import THIS, Installation
+from ffserve.bench import ceilings, processes
+from ffserve.bench.processes import Daemon
+from ffserve.bench.samples import MIB, PIECE_SIZE, BenchmarkData, evict
 from ffserve.engine.io import open_direct
 from ffserve.errors import FFServeError, UsageError
-from ffserve.formats import by_name
 
-MIB = 1 << 20
 RATIO = "×"
 COLD_ARENA_SIZE = 512 * MIB
-PIECE_SIZE = 16 * MIB
 TIMEOUT_S = 240.0
 """A contestant whose warm-up or run takes longer has failed."""
 _libc = ctypes.CDLL(None)
@@ -48,113 +45,17 @@ ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
 # --------------------------------------------------------------------------- data
 
 
-@dataclass(frozen=True)
-class BenchmarkData:
-    """The first ``count`` samples of a data set, of ``size`` bytes in all.
-
-    Args:
-        name: its part of the names of rows.
-        sample_size: for data that `make` writes: bytes of each sample.
-        options: for data that `make` writes: arguments of `ffserve.create`. In compressed data
-            every other 32 bytes are zero.
-    """
-
-    name: str
-    paths: tuple[str, ...]
-    count: int
-    size: int
-    sample_size: int | None = None
-    options: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def mean(self) -> int:
-        """Mean bytes of a sample."""
-        return max(1, round(self.size / self.count))
-
-    @property
-    def roots(self) -> list[str]:
-        """The directories that a daemon has to serve."""
-        return sorted({os.path.dirname(os.path.realpath(path)) for path in self.paths})
-
-    def make(self) -> None:
-        """Write the file unless it exists; files of the user are left as they are."""
-        if self.sample_size is None or os.path.exists(self.paths[0]):
-            return
-        random = np.random.default_rng(self.sample_size)
-        rows = max(1, min(self.count, PIECE_SIZE // self.sample_size))
-        block = random.integers(0, 256, (rows, self.sample_size), np.uint8)
-        options = dict(self.options)
-        if options.get("compression", "none") != "none":
-            block.reshape(-1, 32)[::2] = 0
-        with ffserve.create(self.paths[0], n=self.count, **options) as writer:
-            for k in range(self.count):
-                writer.write(block[k % rows])
-        evict(self.paths)
-
-    def sizes(self) -> NDArray[np.int64]:
-        """Return the bytes of each sample, int64[count]."""
-        with ffserve.open(self.paths, server="off") as reader:
-            return reader.sizes(range(self.count))
-
-    def extent(self) -> tuple[int, int]:
-        """Return the bytes that direct I/O has to read for a sample (the median of the first file),
-        and the device's logical block, at whose multiples such reads begin and end."""
-        fd, block = open_direct(self.paths[0])
-        os.close(fd)
-        with ffserve.open(self.paths, server="off") as reader:
-            offsets, lengths, _ = reader.tables(0)
-        begins = offsets.astype(np.int64)
-        ends = begins + lengths.astype(np.int64)
-        sizes = -(-ends // block) - begins // block
-        return int(np.median(sizes)) * block, block
-
-    def samples(self) -> Iterator[NDArray[np.uint8]]:
-        """Yield every sample; each is valid until the next."""
-        with ffserve.open(self.paths, server="off") as reader:
-            for batch in reader.batches(range(self.count)):
-                yield from batch
-
-
-def generated(
-    folder: str | Path, sample_size: int, size: int, kind: str = "", **options: str | int
-) -> BenchmarkData:
-    """Describe data that `BenchmarkData.make` will write: about ``size`` bytes.
-
-    Args:
-        kind: distinguishes data of the same sample size in file names and names of rows.
-        options: for `ffserve.create`; FFRecord by default.
-    """
-    count = max(1, size // sample_size)
-    suffix = by_name(str(options.get("format", "ffrecord"))).suffixes[0]
-    path = os.path.join(folder, f"{sample_size}-{count}{kind and f'-{kind}'}{suffix}")
-    name = f"{size_label(sample_size)}{kind and f'-{kind}'}"
-    return BenchmarkData(
-        name, (path,), count, count * sample_size, sample_size, tuple(options.items())
-    )
-
-
-def existing(paths: Sequence[str], limit: int) -> BenchmarkData:
-    """Describe the first samples of a user's files, of ``limit`` bytes at most.
-
-    Raises: UsageError when they hold no bytes; whatever opening them raises.
-    """
-    with ffserve.open(list(paths), server="off") as reader:
-        sizes = reader.sizes()
-        files = tuple(shard.path for shard in reader.shards)
-    ends = np.cumsum(sizes)
-    count = int(np.searchsorted(ends, limit, side="right")) if len(ends) else 0
-    count = min(max(count, 1), len(ends))
-    if count == 0 or ends[count - 1] == 0:
-        raise UsageError("these files contain no samples to read", path=str(paths[0]))
-    return BenchmarkData("files", files, count, int(ends[count - 1]))
-
-
-def size_label(size: int) -> str:
-    """Return a size as names of rows have it: ``100B``, ``4KiB``, ``1MiB``."""
-    for unit, name in ((MIB, "MiB"), (1024, "KiB")):
-        if size >= unit and size % unit == 0:
-            return f"{size // unit}{name}"
-    return f"{size}B"
+def extent(data: BenchmarkData) -> tuple[int, int]:
+    """Return the bytes that direct I/O has to read for a sample (the median of the first file),
+    and the device's logical block, at whose multiples such reads begin and end."""
+    fd, block = open_direct(data.paths[0])
+    os.close(fd)
+    with ffserve.open(data.paths, server="off") as reader:
+        offsets, lengths, _ = reader.tables(0)
+    begins = offsets.astype(np.int64)
+    ends = begins + lengths.astype(np.int64)
+    sizes = -(-ends // block) - begins // block
+    return int(np.median(sizes)) * block, block
 
 
 def files_below(path: str) -> list[str]:
@@ -162,17 +63,6 @@ def files_below(path: str) -> list[str]:
     if os.path.isfile(path):
         return [path]
     return [os.path.join(top, name) for top, _, names in os.walk(path) for name in names]
-
-
-def evict(paths: Sequence[str]) -> None:
-    """Remove files from the page cache."""
-    for path in paths:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
 
 
 def _read_directly(path: str) -> None:
@@ -554,19 +444,23 @@ def contestant(
     """Start a contestant; when the context begins, its clients have warmed up.
 
     Args:
-        case: see `ffserve.bench.contestants`; "function", "clients", "warm" and "seconds" at least.
+        case: see `benchmarks.harness.contestants`; "function", "clients", "warm" and
+            "seconds" at least.
         daemon: the daemon whose work is counted.
         before_exec: called in the child process.
         timeout_s: for the warm-up, and for the run.
     Raises: ContestantFailed when a client ends before it is ready; ContestantHung.
     """
     package = case["function"].partition(".")[0]
-    packages = {"ffserve.bench": os.path.dirname(__file__)}
-    if package != "ffserve" and installation.directory is not None:
+    packages = {
+        "ffserve.bench": os.path.dirname(ceilings.__file__),
+        "benchmarks": os.path.dirname(os.path.dirname(__file__)),
+    }
+    if package not in ("benchmarks", "ffserve") and installation.directory is not None:
         spec = importlib.util.find_spec(package)
         assert spec is not None and spec.origin is not None
         packages[package] = os.path.dirname(spec.origin)
-    command = [*installation.command("ffserve.bench.contestants", packages), json.dumps(case)]
+    command = [*installation.command("benchmarks.harness.contestants", packages), json.dumps(case)]
     environment = {**ENVIRONMENT, "FFSERVE_SOCKET": str(case.get("server", "off"))}
     with (
         tempfile.TemporaryFile() as errors,
@@ -648,7 +542,10 @@ class Bench:
     ) -> Iterator[Daemon]:
         """Run a new daemon for the data, with its whole arena populated."""
         options = ["--engine", self.engine, *options]
-        with processes.daemon(data.roots, arena, options, installation=self.installation) as daemon:
+        with processes.daemon(
+            data.roots, arena, options,
+            program=self.installation.command("ffserve"), ask=self.installation.status,
+        ) as daemon:  # fmt: skip
             daemon.await_arena()
             yield daemon
 
@@ -672,7 +569,7 @@ class Bench:
         if self._hot is None or self._hot[0] != data:
             self.close()
             daemon = self._kept.enter_context(self.daemon(data, 64 * MIB + 2 * data.size))
-            self.run("ffserve.bench.contestants:fill", data, daemon=daemon)
+            self.run("benchmarks.harness.contestants:fill", data, daemon=daemon)
             self._hot = data, daemon
         return self._hot[1]
 
@@ -690,7 +587,7 @@ class Bench:
         """Start a contestant.
 
         Args:
-            function: "module:function", see `ffserve.bench.contestants`.
+            function: "module:function", see `benchmarks.harness.contestants`.
             data: what it reads.
             daemon: the daemon that it reads through, whose work is counted.
             installation: what runs it, instead of this bench's.
@@ -723,12 +620,12 @@ class Bench:
             running.begin()
             return running.finish()
 
-    def fio(self, data: BenchmarkData, depth: int, pattern: contestants.Pattern) -> Result:
+    def fio(self, data: BenchmarkData, depth: int, pattern: ceilings.Pattern) -> Result:
         """Run fio, or its stand-in where it is not installed."""
-        if contestants.has_fio():
-            figures = contestants.fio(
-                data.paths, data.mean, data.extent, depth, self.seconds, pattern
+        if ceilings.has_fio():
+            figures = ceilings.fio(
+                data.paths, data.mean, depth, self.seconds, pattern, lambda: extent(data)
             )
             return Result((figures,))
-        function = "ffserve.bench.contestants:raw_reads"
-        return self.run(function, data, batch=contestants.RAW_THREADS)
+        function = "ffserve.bench.ceilings:raw_reads"
+        return self.run(function, data, batch=ceilings.RAW_THREADS)

@@ -1,0 +1,58 @@
+"""Context: what the parts of one session share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ffserve import protocol
+from ffserve.errors import FFServeError
+from ffserve.protocol import Message
+from ffserve.server.reading.requests import Owner
+from ffserve.server.sessions.datasets import Steps
+from ffserve.server.sessions.outbox import MemoryMessage
+from ffserve.server.sessions.state import Job, ServerState
+from ffserve.server.users.access import Peer
+from ffserve.server.users.shares import User
+
+NEW, READY, OVER = "new", "ready", "over"
+
+
+@dataclass(slots=True, eq=False)
+class SessionContext:
+    """See the module's text.
+
+    peer: the user behind the connection. user: with whom the session shares bounds and turns.
+    owner: the session as the scheduler sees it. send: takes a message for the client. later: has
+    these steps taken before the next message is received.
+    """
+
+    state: ServerState
+    peer: Peer
+    user: User
+    owner: Owner
+    send: Callable[[Message | MemoryMessage], None]
+    later: Callable[[Steps], object]
+    phase: str = NEW
+    job: Job | None = None
+    """None: there was no HELLO yet."""
+    joined: bool = False
+    """Whether the session counts for its job: it has opened a data set."""
+
+    def fail(self, tag: int, error: FFServeError) -> None:
+        """Report that a request failed; tag 0: that the session did."""
+        if self.job is not None:
+            self.job.errors += 1
+        self.state.statistics.errors[error.code] += 1
+        self.send(protocol.Fail(tag, protocol.error_to_wire(error)))
+
+    def join_job(self, now: float) -> None:
+        """Count for the job from the first data set on: a client that asks for the status only is
+        no job."""
+        assert self.job is not None
+        if self.joined:
+            return
+        self.joined = True
+        self.job = self.state.join(self.job, self.peer, now)
+        self.job.time.begin(self.owner.time, now)
+        self.owner.job = self.job.name
