@@ -35,9 +35,10 @@ from ffserve.config import ServerConfig
 from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT
 from ffserve.errors import Failure, ProtocolError
 from ffserve.protocol import Message
+from ffserve.server.files.preparations import Preparations
 from ffserve.server.life.log import RepeatedLines
 from ffserve.server.life.resize import Resizing
-from ffserve.server.prepared.claims import Claims, Preparations
+from ffserve.server.prepared.claims import Claims
 from ffserve.server.reading.requests import GrantedLease, Owner
 from ffserve.server.reading.scheduler import GIVE_UP_S, Scheduler
 from ffserve.server.reading.statistics import Rates, Statistics

@@ -553,9 +553,9 @@ def test_a_daemon_without_descriptors_says_so(folder: Path) -> None:
         write(few / f"{k:03}.ffr", [b"x"])
     patch = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
-        "import ffserve.server.files.catalog as c; real = c.Catalog.__init__\n"
-        "def more(self, *a):\n    real(self, *a); self._most_open = 1000; self._most_asked = 253\n"
-        "c.Catalog.__init__ = more"
+        "import ffserve.server.files.holding as h; real = h.DescriptorBudget.__init__\n"
+        "def more(self, *a):\n    real(self, *a); self._most_open = 1000; self.most_asked = 253\n"
+        "h.DescriptorBudget.__init__ = more"
     )
     refused = r"cannot accept a client, trying again: .*"
     with serving(patch=patch, expect=[refused]) as daemon:

@@ -158,7 +158,7 @@ def test_a_connection_that_lingers_stopped_the_daemon(how: str, kernel: str) -> 
     """The kernel closes descriptors that were sent and not received in the thread of the loop."""
     patch = ""
     if kernel == "cannot refuse":
-        patch = "import ffserve.server.users.closing as c; c._SO_PASSRIGHTS = 12345"
+        patch = "import ffserve.server.users.descriptors as c; c._SO_PASSRIGHTS = 12345"
     expect = [r"closed a session .*"]
     with serving(patch=patch, options=["--socket-mode", "0666"], expect=expect) as daemon:
         path = write(daemon.directory / "a.ffr", TRUTH)

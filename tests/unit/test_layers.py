@@ -151,3 +151,35 @@ def test_importing_the_package_is_light() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     loaded = set(done.stdout.decode().split())
     assert not loaded & {"torch", "asyncio", "numpy", "socket", "ffserve.reader"}
+
+
+ROOMS = ("users", "files", "reading", "prepared", "sessions", "life", "status")
+"""The folders of `ffserve/server/`. Each one imports only those before it."""
+
+WIRING = {"sessions.state"}
+"""Modules that put the parts of the daemon together."""
+
+UPWARDS = {
+    ("reading.io", "prepared"): "a copy of prepared samples is a load, as a read is",
+    ("prepared.sharing", "sessions"): "it is the part of a session that shares prepared samples",
+    ("sessions.session", "life"): "a message asks for a hand-over",
+    ("sessions.session", "status"): "a message asks for the status",
+}
+"""Other imports of a later folder, and why."""
+
+
+def test_folders_of_the_server_import_only_those_before_them() -> None:
+    used = set()
+    for module, others in IMPORTS.items():
+        if not module.startswith("ffserve.server.") or module.count(".") < 3:
+            continue
+        name = module.removeprefix("ffserve.server.")
+        for other in others & set(MODULES):
+            if other.startswith("ffserve.server.") and name not in WIRING:
+                room = other.split(".")[2]
+                if ROOMS.index(room) > ROOMS.index(name.split(".")[0]):
+                    used.add((name, room))
+    assert used == set(UPWARDS)
+    assert {*ROOMS, "__init__.py", "__pycache__"} >= {
+        p.name for p in (PACKAGE / "server").iterdir()
+    }

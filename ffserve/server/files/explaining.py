@@ -23,7 +23,7 @@ from ffserve.engine.opening import close_fds
 from ffserve.errors import FFServeError, FormatError
 from ffserve.server.files.catalog import Catalog
 from ffserve.server.files.shards import OpenShard
-from ffserve.server.users.closing import closer_of
+from ffserve.server.users.descriptors import closer_of
 from ffserve.server.users.shares import User
 from ffserve.server.users.threads import UserThreads
 

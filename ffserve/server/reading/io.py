@@ -338,6 +338,11 @@ class Engines:
                 device.remote[number] = remote
         self.fetches.add(base, remote)
 
+    def remove_remote(self, base: int) -> None:
+        """A remote shard is closed. Args: base: its first number."""
+        if self.fetches is not None:
+            self.fetches.remove(base)
+
     def _mending(
         self, device: Device, file: int, begin: int, end: int
     ) -> Callable[[], bool] | None:

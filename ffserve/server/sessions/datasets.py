@@ -17,8 +17,8 @@ from ffserve.dataset.layout import Layout
 from ffserve.dtypes import Int64s
 from ffserve.errors import FFServeError, ProtocolError, SampleIndexError, UsageError
 from ffserve.protocol import Message
+from ffserve.server.files.preparations import Preparation
 from ffserve.server.files.shards import OpenShard
-from ffserve.server.prepared.claims import Preparation
 from ffserve.server.prepared.copying import PreparedFile
 from ffserve.server.sessions.state import LARGEST_COUNT, ServerState
 from ffserve.server.users.shares import MOST_ANNOUNCED, OTHERS_SHARE, Bound, User

@@ -44,7 +44,7 @@ from ffserve.server.users.access import (
     check_memory,
     is_administrator,
 )
-from ffserve.server.users.closing import Receiver, closer_of, refuse_descriptors
+from ffserve.server.users.descriptors import DescriptorReceiver, closer_of, refuse_descriptors
 from ffserve.server.users.shares import Bound, User
 from ffserve.system.socket_path import remove_stale_socket
 
@@ -119,7 +119,7 @@ class ClientConnection:
         self._begun = False
         """Whether a step of the first of it was taken."""
         self._reply_socket = ReplySocket(self.fd)
-        self._receiver = Receiver(sock, server.refuses_descriptors)
+        self._receiver = DescriptorReceiver(sock, server.refuses_descriptors)
         self._hello_timer: asyncio.TimerHandle | None = None
         self.session = Session(
             server.state,

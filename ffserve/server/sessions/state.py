@@ -40,6 +40,7 @@ from ffserve.errors import (
 )
 from ffserve.server.files.catalog import Catalog
 from ffserve.server.files.explaining import Explainer
+from ffserve.server.files.holding import CatalogTables, OpenSettings
 from ffserve.server.files.remote import RemoteFiles
 from ffserve.server.files.scrub import Scrubber
 from ffserve.server.files.shards import OpenShard
@@ -181,22 +182,20 @@ class ServerState:
         self.scheduler = Scheduler(self.cache, self.engines.submit, most_reads=4 * config.depth)
         self.engines.loaded = self.scheduler.loaded
         self.catalog = Catalog(
-            self.directory,
-            self.table,
-            self.cache,
+            CatalogTables(self.directory, self.table, self.cache, self.inventory, self.domains),
             self.engines,
-            _rules(config),
-            config.max_chunk_size_bytes,
-            self.domains,
-            config.close_after_s,
-            self.inventory,
+            OpenSettings(_rules(config), config.max_chunk_size_bytes, config.close_after_s),
             lambda base: self.slow_reads.pop(base, None),
             self.remote,
         )
         self.explainer = Explainer(self.catalog)
         self.resizing = Resizing(self.cache, self.scheduler, self.pages)
         self.scrubber = Scrubber(
-            self.catalog, self.directory, self.cache, self.scheduler, self.note_failed
+            self.catalog,
+            self.directory,
+            self.cache,
+            lambda: self.scheduler.idle,
+            self.note_failed,
         )
         self.scrubber.rate = config.scrub_rate_bytes
         self.jobs: OrderedDict[str, Job] = OrderedDict()

@@ -1,4 +1,4 @@
-"""Closing: descriptors and sockets that came from clients are closed in threads, a few per user.
+"""Descriptors of clients: how they are received and refused, and closed in threads, a few per user.
 
 To close a descriptor can take as long as its sender wants: a TCP connection that lingers, a file on
 a silent file system, a file in memory whose pages are freed. So the loop's thread never closes the
@@ -24,8 +24,8 @@ from functools import partial
 
 from ffserve.engine.opening import close_fds
 from ffserve.protocol import MOST_FILES
-from ffserve.server.files.catalog import run_in_thread
 from ffserve.server.users.shares import User
+from ffserve.server.users.threads import run_in_thread
 
 THREADS = 4
 """That close for one user at once."""
@@ -113,7 +113,7 @@ def closer_of(user: User) -> Closer:
     return closer
 
 
-class Receiver:
+class DescriptorReceiver:
     """Receives from a connection, with descriptors while they were asked for.
 
     Args: refuses: whether the connection refuses descriptors.
