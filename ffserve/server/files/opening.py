@@ -32,7 +32,10 @@ from ffserve.server.files.parsing import (
     ShardParser,
     close_passed,
 )
-from ffserve.server.files.remote import ASKED_AT_ONCE, WantedFile
+from ffserve.server.files.remote import (
+    ASKED_AT_ONCE,
+    WantedFile,
+)
 from ffserve.server.files.shards import (
     FileIdentity,
     OpenShard,
