@@ -17,9 +17,9 @@ from ffserve.disk.files import wrap_os_error
 from ffserve.disk.output import writing
 from ffserve.errors import UsageError
 from ffserve.inputs import Listing, describe_left_out, download, find_inputs, share
-from ffserve.inputs.outputs import Output, OutputJob, job_name
-from ffserve.inputs.processes import Interrupted, Processes, Signals, Worker
-from ffserve.inputs.stream import Framing, Stream, share_of, splits_of
+from ffserve.inputs.outputs import Output, RunOutput, job_name
+from ffserve.inputs.processes import Interrupted, Processes, RunWorker, Signals
+from ffserve.inputs.stream import Framing, WorkerStream, share_of, splits_of
 
 Strategy = Literal["download", "placeholder", "stream"]
 
@@ -137,7 +137,7 @@ def run(job: Run, say: Callable[[str], None]) -> int:
     files = _names(found, job) if found and job.strategy == "download" else {}
     name = job.name or (uuid.uuid4().hex if job.rank is None else job_name(job.environment))
     outputs = [
-        OutputJob(output, job=name, workers=job.workers, ranks=job.ranks, say=say)
+        RunOutput(output, job=name, workers=job.workers, ranks=job.ranks, say=say)
         for output in job.outputs
     ]
     with contextlib.ExitStack() as stack, Signals() as signals:
@@ -168,8 +168,8 @@ def run(job: Run, say: Callable[[str], None]) -> int:
 
 
 def _commit(
-    outputs: Sequence[OutputJob],
-    workers: Sequence[Worker],
+    outputs: Sequence[RunOutput],
+    workers: Sequence[RunWorker],
     signals: Signals,
     say: Callable[[str], None],
 ) -> None:
@@ -245,7 +245,7 @@ def _worker(
     rank: int,
     stack: contextlib.ExitStack,
     say: Callable[[str], None],
-) -> Worker:
+) -> RunWorker:
     """Prepare a worker's directory and environment."""
     directory = job.directory
     own = [output.directory for output in job.outputs]
@@ -268,8 +268,10 @@ def _worker(
     stream = None
     if job.strategy == "stream":
         shares = [share_of(splits_of(each.files), rank, job.workers) for each in found.values()]
-        stream = Stream(shares, framing=job.framing, epochs=job.epochs, seed=job.seed, rank=rank)
-    return Worker(rank, directory, environment, stream)
+        stream = WorkerStream(
+            shares, framing=job.framing, epochs=job.epochs, seed=job.seed, rank=rank
+        )
+    return RunWorker(rank, directory, environment, stream)
 
 
 def _tell_files(

@@ -66,7 +66,7 @@ def parse_output(text: str) -> Output:
 # ---- places --------------------------------------------------------------------------------------
 
 
-class Target(Protocol):
+class OutputDirectory(Protocol):
     """A directory for output. Paths are relative to it, parts joined by "/"."""
 
     def exists(self) -> bool:
@@ -106,13 +106,13 @@ class Target(Protocol):
         ...
 
 
-def target_of(uri: str) -> Target:
+def output_directory(uri: str) -> OutputDirectory:
     """Return the target of a local path or a URL."""
     path = local_path(uri)
-    return RemoteTarget(uri) if path is None else LocalTarget(path)
+    return RemoteDirectory(uri) if path is None else LocalDirectory(path)
 
 
-class LocalTarget:
+class LocalDirectory:
     """A directory of this machine, or one that is mounted."""
 
     def __init__(self, path: str) -> None:
@@ -196,7 +196,7 @@ class LocalTarget:
         return os.path.join(self._path, path) if path else self._path
 
 
-class RemoteTarget:
+class RemoteDirectory:
     """A directory of another place, by fsspec. What fails and may pass is tried again; all calls
     may be repeated."""
 
@@ -314,7 +314,7 @@ class RemoteTarget:
 # ---- the job -------------------------------------------------------------------------------------
 
 
-class OutputJob:
+class RunOutput:
     """The output of a job at one URI.
 
     Args:
@@ -336,7 +336,7 @@ class OutputJob:
         self._ranks = ranks
         self._say = say
         self._root = f"{TEMPORARY}/{job}"
-        self._target = target_of(output.uri)
+        self._target = output_directory(output.uri)
         self._created = self._existed = False
 
     def begin(self) -> None:
@@ -420,7 +420,7 @@ class OutputJob:
         Not where another rank of this job may have done so: the rename of an object store does not
         decide who commits.
         """
-        alone = len(self._ranks) == self._workers or isinstance(self._target, LocalTarget)
+        alone = len(self._ranks) == self._workers or isinstance(self._target, LocalDirectory)
         if alone and SUCCESS in self._target.entries(""):
             self._target.remove(own)
             self._target.prune(TEMPORARY)

@@ -25,7 +25,7 @@ from ffserve.disk.output import writing
 from ffserve.errors import MissingFile, ReadError, UsageError
 from ffserve.store import fetching as store
 from ffserve.store.blocks import write_at
-from ffserve.store.origin import HIDDEN, SPECIAL, Identity, file_system
+from ffserve.store.origin import HIDDEN, SPECIAL, ObjectVersion, file_system
 from ffserve.store.ranges import ReadAtStream
 from ffserve.store.urls import check_name, is_url, is_web, name_of, shown
 
@@ -48,7 +48,7 @@ class InputFile:
         name: its place in the directory of its alias, parts joined by "/".
     """
 
-    identity: Identity
+    identity: ObjectVersion
     name: str
 
     @property
@@ -210,7 +210,7 @@ class _LocalSearch:
                 self._leave_out(path, EMPTY)
             else:
                 changed = str(state.st_mtime_ns)
-                identity = Identity(self._prefix + path, state.st_size, changed, 0)
+                identity = ObjectVersion(self._prefix + path, state.st_size, changed, 0)
                 self.listing.files.append(InputFile(identity, name))
 
     def _entries(self, directory: str) -> list[str]:
@@ -270,7 +270,7 @@ def _find_remote(uri: str) -> Listing:
 class _Stored(ReadAtStream):
     """A remote file as a stream, through the store."""
 
-    def __init__(self, identity: Identity) -> None:
+    def __init__(self, identity: ObjectVersion) -> None:
         self._fetcher = store.process_fetcher()
         self._opened = self._fetcher.open(identity)
         super().__init__(self._fetcher.read_at(self._opened), identity.size)

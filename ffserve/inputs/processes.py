@@ -25,7 +25,7 @@ from types import FrameType
 from typing import NoReturn
 
 from ffserve.errors import FFServeError, MissingFile, UsageError
-from ffserve.inputs.stream import Stream, write_all
+from ffserve.inputs.stream import WorkerStream, write_all
 
 GRACE_S = 10.0
 """Time between SIGTERM and SIGKILL for workers that are ended because another has failed."""
@@ -51,13 +51,13 @@ class Interrupted(BaseException):
 
 
 @dataclass
-class Worker:
+class RunWorker:
     """A worker: where its program runs, with which environment, and what it reads."""
 
     rank: int
     directory: str
     environment: Mapping[str, str]
-    stream: Stream | None = None
+    stream: WorkerStream | None = None
     process: subprocess.Popen[bytes] | None = None
     guard: Guard | None = None
     """Of a program that has a stream."""
@@ -163,7 +163,7 @@ class Signals:
     """
 
     def __init__(self) -> None:
-        self.workers: list[Worker] = []
+        self.workers: list[RunWorker] = []
         """Those whose programs run."""
         self.received: list[int] = []
         """Signals that end a program, as they came."""
@@ -243,7 +243,7 @@ class Signals:
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def signal_group(worker: Worker, number: int) -> bool:
+def signal_group(worker: RunWorker, number: int) -> bool:
     """Send a signal to a program's process group; False if nobody is left in it."""
     assert worker.process is not None
     try:
@@ -263,7 +263,7 @@ class Processes:
 
     def __init__(
         self,
-        workers: Sequence[Worker],
+        workers: Sequence[RunWorker],
         command: Sequence[str],
         *,
         prefix: bool,
@@ -275,7 +275,7 @@ class Processes:
         self._prefix = prefix
         self._signals = signals
         self._say = say
-        self._failed: list[tuple[Worker, BaseException]] = []
+        self._failed: list[tuple[RunWorker, BaseException]] = []
         """Streams whose source failed."""
         self._first_code = 0
         self._deadline: float | None = None
@@ -312,7 +312,7 @@ class Processes:
             raise Interrupted(late[0])
         return self._first_code
 
-    def _start(self, worker: Worker) -> None:
+    def _start(self, worker: RunWorker) -> None:
         stdin: int | None = None  # one program has ours
         if worker.stream is not None:
             stdin = subprocess.PIPE
@@ -356,7 +356,7 @@ class Processes:
                 worker.pipes.append(Prefixed(os.dup(stream.fileno()), target, mark))
                 stream.close()
 
-    def _feed(self, worker: Worker) -> threading.Thread:
+    def _feed(self, worker: RunWorker) -> threading.Thread:
         """Start the thread that writes a worker's samples."""
 
         def feed() -> None:
@@ -411,14 +411,14 @@ class Processes:
             if pipe in worker.pipes:
                 worker.pipes.remove(pipe)
 
-    def _has_ended(self, worker: Worker) -> bool:
+    def _has_ended(self, worker: RunWorker) -> bool:
         assert worker.process is not None
         code = worker.process.poll()
         if code is not None:
             worker.code = code if code >= 0 else 128 - code
         return code is not None
 
-    def _note(self, worker: Worker) -> None:
+    def _note(self, worker: RunWorker) -> None:
         """Note the end of a worker; a failure ends the others."""
         assert worker.code is not None and worker.process is not None
         if not worker.code:
@@ -467,7 +467,7 @@ class Processes:
             assert worker.process is not None and worker.process.stdin is not None
             worker.process.stdin.close()
 
-    def _end_groups(self, workers: Sequence[Worker]) -> None:
+    def _end_groups(self, workers: Sequence[RunWorker]) -> None:
         """Send SIGTERM, wait until the groups are empty, then send SIGKILL."""
         left = [worker for worker in workers if signal_group(worker, signal.SIGTERM)]
         begun = time.monotonic()
@@ -484,7 +484,7 @@ class Processes:
             left = [worker for worker in left if signal_group(worker, number)]
 
 
-def _reap(worker: Worker) -> None:
+def _reap(worker: RunWorker) -> None:
     """Reap what a program has left, and has ended; as children of ours (see `_adopt`)."""
     assert worker.process is not None
     with contextlib.suppress(ChildProcessError):
@@ -527,7 +527,7 @@ _START = {
 }
 
 
-def start_error(error: BaseException, program: str, worker: Worker) -> FFServeError:
+def start_error(error: BaseException, program: str, worker: RunWorker) -> FFServeError:
     """Return the error for a program that could not be started."""
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, OSError) and error.filename == worker.directory:

@@ -93,7 +93,7 @@ def is_record_file(file: InputFile) -> bool:
     return formats.by_suffix(file.name) is not None
 
 
-class Stream:
+class WorkerStream:
     """What one worker's program reads.
 
     Args:

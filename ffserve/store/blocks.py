@@ -10,7 +10,7 @@
     24    u32       CRC-32C of bytes 0 to 24, of the identity's length and of the identity
     28    u32       bytes of the identity
     32    36 bytes  boot ID under which the words below were written
-    68    identity  text of `Identity.key`, URL without secrets; up to 4096
+    68    identity  text of `ObjectVersion.key`, URL without secrets; up to 4096
     4096  u32[n]    words: ABSENT, RESERVED, PRESENT or UNCHECKED
           u32[n]    CRC-32C of each block that is there
           u32[n]    when a job will use it next, in seconds since 1970; 0: unknown

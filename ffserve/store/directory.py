@@ -52,7 +52,7 @@ from ffserve.store.blocks import (
     state_size,
     whole_pages,
 )
-from ffserve.store.origin import Identity
+from ffserve.store.origin import ObjectVersion
 from ffserve.system.memfd import punch
 
 log = logging.getLogger("ffserve")
@@ -123,7 +123,7 @@ def _problem(error: OSError, directory: str) -> FFServeError:
     return ReadError(f"cannot use the store: {text}", path=directory, hint=hint)
 
 
-def name_of(identity: Identity, domain: str = "") -> str:
+def name_of(identity: ObjectVersion, domain: str = "") -> str:
     """Return the name of the directory of an object of a domain."""
     seed = f"{domain}\n{identity.key}" if domain else identity.key
     return hashlib.blake2b(seed.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
@@ -282,7 +282,7 @@ class Store:
 
     # ---- objects --------------------------------------------------------------------------
 
-    def open(self, identity: Identity, domain: str = "") -> StoredObject:
+    def open(self, identity: ObjectVersion, domain: str = "") -> StoredObject:
         """Return the object of this version; `close` it as often as it was opened.
 
         Args: domain: objects of two domains are never the same; "": that of the store's user.
@@ -307,7 +307,7 @@ class Store:
                 raise
             raise _problem(error, self.directory) from error
 
-    def _opened(self, name: str, identity: Identity) -> StoredObject:
+    def _opened(self, name: str, identity: ObjectVersion) -> StoredObject:
         directory = os.path.join(self._objects, name)
         text = "\n".join((urls.shown(identity.url), *identity.key.split("\n")[1:]))
         counted = 0

@@ -59,7 +59,7 @@ class OriginError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class ObjectVersion:
     """One version of a remote object.
 
     Args:
@@ -268,7 +268,7 @@ def _seconds(value: Any) -> int:
     return 0
 
 
-def _identity(url: str, facts: dict[str, Any]) -> Identity:
+def _identity(url: str, facts: dict[str, Any]) -> ObjectVersion:
     """Raises: OriginError for a directory."""
     if facts.get("type") == "directory":
         hint = "give its files, or a pattern"
@@ -280,10 +280,10 @@ def _identity(url: str, facts: dict[str, Any]) -> Identity:
     scheme = scheme_of(url)
     tag = next((str(facts[name]) for name in scheme.tags if facts.get(name)), "").strip('"')
     modified = next((_seconds(facts[name]) for name in scheme.times if facts.get(name)), 0)
-    return Identity(url, size, tag, modified)
+    return ObjectVersion(url, size, tag, modified)
 
 
-def sized(identity: Identity) -> Identity:
+def sized(identity: ObjectVersion) -> ObjectVersion:
     """Return an identity. Raises: ReadError if its size is unknown: no range of it can be read."""
     if identity.size < 0:
         raise ReadError(
@@ -294,7 +294,7 @@ def sized(identity: Identity) -> Identity:
     return identity
 
 
-def identify(url: str, access: Access | None = None) -> Identity:
+def identify(url: str, access: Access | None = None) -> ObjectVersion:
     """Return the present version of an object. Raises: UsageError, ReadError, OriginError."""
     system, path = file_system(url, access)
     with failures(url):
@@ -304,7 +304,7 @@ def identify(url: str, access: Access | None = None) -> Identity:
 
 def find(
     url: str, suffixes: Sequence[str] = (), *, hidden: str = ".", below: bool = False
-) -> tuple[list[Identity], list[tuple[str, str]]]:
+) -> tuple[list[ObjectVersion], list[tuple[str, str]]]:
     """Return the files that a URL denotes, and what is left out of them.
 
     Args:
@@ -349,7 +349,7 @@ class _Search:
     """The files of one URL. begin: what stands before paths in URLs; others as of `find`."""
 
     def __init__(self, system: Any, begin: str, hidden: str, below: bool) -> None:
-        self.files: dict[str, Identity] = {}
+        self.files: dict[str, ObjectVersion] = {}
         self.left_out: dict[str, str] = {}
         self._system, self._begin, self._hidden, self._below = system, begin, hidden, below
         self._asked: list[str] = []
@@ -462,7 +462,7 @@ def _prefix(url: str, path: str) -> str:
 class RemoteFile:
     """Reads ranges of one version of a remote object. Threads may call it."""
 
-    def __init__(self, identity: Identity, access: Access | None = None) -> None:
+    def __init__(self, identity: ObjectVersion, access: Access | None = None) -> None:
         self.identity = identity
         self._access = access
         self._free: list[tuple[int, OpenVersion]] = []
@@ -499,7 +499,7 @@ class RemoteFile:
         self._free, self._pid = [], os.getpid()
         self._lock = threading.Lock()
 
-    def _same(self, found: Identity) -> bool:
+    def _same(self, found: ObjectVersion) -> bool:
         mine = self.identity
         if (found.size, found.tag) != (mine.size, mine.tag):
             return False

@@ -28,7 +28,7 @@ from ffserve.store import urls
 from ffserve.store.blocks import lock
 from ffserve.store.directory import Store
 from ffserve.store.fetching import NOW, Fetcher, OpenObject, Outcome, listing
-from ffserve.store.origin import Identity
+from ffserve.store.origin import ObjectVersion
 
 HIDDEN = ".ffserve-stage"
 FILES_AT_ONCE = 4
@@ -40,7 +40,7 @@ _FINISH = 1 << 42
 class Item:
     """A file to stage. name: its path in the directory."""
 
-    identity: Identity
+    identity: ObjectVersion
     name: str
 
 

@@ -29,7 +29,7 @@ from ffserve.server.sessions.datasets import FEW, OpenDataset, OrderReceiver, St
 from ffserve.server.sessions.outbox import MemoryMessage
 from ffserve.server.users.shares import MOST_USER_DATASETS
 from ffserve.store.access import Access, served
-from ffserve.store.origin import Identity as RemoteIdentity
+from ffserve.store.origin import ObjectVersion
 from ffserve.store.urls import is_url, shown
 
 MOST_DATASETS = 4096
@@ -365,7 +365,7 @@ class _RemotePaths:
     """
 
     def __init__(self, what: dict[str, Any], count: int, serves: Callable[[str], bool]) -> None:
-        self.versions: dict[int, RemoteIdentity] = {}
+        self.versions: dict[int, ObjectVersion] = {}
         self.access: Access | None = None
         self.error: FFServeError | None = None
         """Why they cannot be opened."""
