@@ -16,8 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from ffserve.errors import MissingFile, UsageError, printable
 from ffserve.inputs.places import EMPTY, InputFile, Listing, find
-from ffserve.store.origin import HIDDEN, SPECIAL
-from ffserve.store.urls import shown
+from ffserve.store.public import HIDDEN, SPECIAL, shown
 
 __all__ = ["DEFAULT_ALIAS", "InputFile", "Listing", "assign", "find_inputs", "parse_input", "share"]
 

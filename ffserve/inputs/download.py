@@ -25,7 +25,7 @@ from ffserve.disk.files import os_error
 from ffserve.disk.output import temporary_name, writing
 from ffserve.errors import UsageError
 from ffserve.inputs.places import InputFile, fetch, local_path
-from ffserve.store.urls import shown
+from ffserve.store.public import shown
 
 RECORD = ".ffserve-inputs.json"
 """Name of the record in a worker's directory: {alias: {name: [version, placed]}}."""

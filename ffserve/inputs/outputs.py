@@ -28,9 +28,8 @@ from ffserve.disk.files import open_regular, os_error, wrap_os_error
 from ffserve.disk.output import sync_directory, writing
 from ffserve.errors import ReadError, UsageError, printable
 from ffserve.inputs.places import local_path
-from ffserve.store import fetching as store
-from ffserve.store.origin import file_system
-from ffserve.store.urls import shown
+from ffserve.store import public as store
+from ffserve.store.public import file_system, shown
 
 T = TypeVar("T")
 

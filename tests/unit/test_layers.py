@@ -34,7 +34,7 @@ LAYERS = {
     "reader": "formats dataset disk client store",
     "aio": "dataset client reader",
     # inputs of programs
-    "inputs": "order formats disk reader store",
+    "inputs": "order formats disk store ffserve",
     # tables
     "arrow": "system engine formats disk writer client reader store",
     # what programs use
