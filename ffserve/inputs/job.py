@@ -25,7 +25,8 @@ Strategy = Literal["download", "placeholder", "stream"]
 
 FILE_LIST, FILE_LIST_VARIABLE = "inputFileList.txt", "INPUT_FILE_LIST"
 MAX_ENVIRONMENT = 120_240
-"""Characters of the environment, counted as XLearning does: of the text "[A=1, B=2]"."""
+"""The longest environment that has the list of files, in characters. They are counted as XLearning
+counts them, in the text "[A=1, B=2]"."""
 
 _WORKER = re.compile(r"worker-\d+")
 _RANKS = (
@@ -39,7 +40,7 @@ _RANKS = (
 
 @dataclass(frozen=True)
 class Run:
-    """What is to be run.
+    """A command with its inputs, workers and outputs.
 
     Args:
         inputs: strings ``URI[,URI…][#ALIAS]``. strategy: how the program gets the files.
@@ -216,7 +217,7 @@ def _report(found: Mapping[str, Listing], job: Run, say: Callable[[str], None]) 
                 "workers: some get none"
             )
     if job.strategy == "stream" and not found:
-        raise UsageError("there is nothing to stream", hint="add --input URI")
+        raise UsageError("the strategy stream needs an input", hint="add --input URI")
     both = {output.directory.split("/")[0] for output in job.outputs} & found.keys()
     if both and job.strategy == "download":
         raise UsageError(

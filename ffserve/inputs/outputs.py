@@ -3,13 +3,13 @@
 A job writes to ``URI/_temporary/JOB/``: each worker's files go to ``worker-R.part`` there, which is
 renamed to ``worker-R`` when it is complete. When the parts of all workers are there, the files are
 renamed to their places below URI, and ``_SUCCESS`` is written last: a directory without it is not
-complete. Nothing appears outside of ``_temporary`` before all workers have succeeded.
+complete. No file appears outside of ``_temporary`` before all workers have succeeded.
 
 All workers' files share the directory. Files of one name from several workers go to ``worker-R/``
-instead, so nothing is lost. In a job over several machines each rank brings its part, and the one
-that completes the set commits; who it is, is decided by renaming the job's directory. Object stores
-do not rename but copy and delete, so there two ranks that finish in the same moment may both copy;
-the result is the same.
+instead, so no file is lost. In a job over several machines each rank brings its part, and the rank
+that completes the set commits: the one whose rename of the job's directory succeeds. Object stores
+copy and delete instead of renaming, so two ranks that finish at the same moment may both copy; the
+result is the same.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TEMPORARY, SUCCESS = "_temporary", "_SUCCESS"
 
 @dataclass(frozen=True)
 class Output:
-    """What ``--output DIR=URI`` means: a directory of each worker, and where its files go."""
+    """An output ``DIR=URI``: a directory of each worker, and the place of its files."""
 
     directory: str
     uri: str
@@ -106,7 +106,7 @@ class OutputDirectory(Protocol):
 
 
 def output_directory(uri: str) -> OutputDirectory:
-    """Return the target of a local path or a URL."""
+    """Return the directory at a local path or a URL."""
     path = local_path(uri)
     return RemoteDirectory(uri) if path is None else LocalDirectory(path)
 
@@ -196,8 +196,8 @@ class LocalDirectory:
 
 
 class RemoteDirectory:
-    """A directory of another place, by fsspec. What fails and may pass is tried again; all calls
-    may be repeated."""
+    """A directory at an origin. Calls that fail for a while are tried again, so each of them may be
+    repeated."""
 
     def __init__(self, uri: str) -> None:
         self._uri = uri

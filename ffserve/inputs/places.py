@@ -1,8 +1,8 @@
 """Places of input files: local paths and ``file://`` directly, all other URLs through the store.
 
-Three functions are all that the rest of the package knows of places: `find` lists the files of a
-URI, `fetch` brings one file to a local path under its name only when it is complete, and
-`open_file` opens one as a stream. Nothing is written to a place, and nothing is deleted there.
+The rest of this folder uses three functions: `find` lists the files of a URI, `fetch` brings one
+file to a local path, where it gets its name when it is complete, and `open_file` opens one as a
+stream. No place is written to, and no file is deleted there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ffserve.store.public import (
 )
 
 EMPTY = "empty"
-"""Why a file is left out; others: HIDDEN, SPECIAL."""
+"""A reason why a file is left out; the others are HIDDEN and SPECIAL."""
 
 _FILE_URI = re.compile(r"file:(?://(?:localhost)?)?(?=/)", re.I)
 _MAGIC = re.compile(r"[*?\[{]")

@@ -1,10 +1,11 @@
 """The processes of a run: started together, watched, ended together.
 
-Each program is the leader of a session of its own, so a signal reaches exactly those processes that
-it is meant for: one of the terminal comes to this process, which passes it on once. A program is
-killed with this process (PR_SET_PDEATHSIG, prctl(2)), and if its input is a pipe of samples, before
-that ends (`Guard`): it would take the death of the writer for the end of the data. When a program
-has ended, whatever it has left running in its session's first process group is ended too.
+Each program leads a session of its own, so a signal reaches exactly the processes that it is meant
+for: a signal of the terminal comes to this process, which passes it on once. A program is killed
+when this process dies (PR_SET_PDEATHSIG, prctl(2)). If its input is a pipe of samples, it is killed
+before the pipe ends (`Guard`): it would take the death of the writer for the end of the data. When
+a program has ended, the processes that it left in the first process group of its session are ended
+too.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ffserve.inputs.stream import WorkerStream, write_all
 GRACE_S = 10.0
 """Time between SIGTERM and SIGKILL for workers that are ended because another has failed."""
 _LEFT_S = 2.0
-"""The same for what a program has left running."""
+"""Time between SIGTERM and SIGKILL for processes that an ended program has left."""
 _TICK_S = 0.05
 _LINE_LIMIT = 64 << 10
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -52,7 +53,7 @@ class Interrupted(BaseException):
 
 @dataclass
 class RunWorker:
-    """A worker: where its program runs, with which environment, and what it reads."""
+    """A worker: directory and environment of its program, and the stream that this reads."""
 
     rank: int
     directory: str
@@ -60,7 +61,7 @@ class RunWorker:
     stream: WorkerStream | None = None
     process: subprocess.Popen[bytes] | None = None
     guard: Guard | None = None
-    """Of a program that has a stream."""
+    """The guard of a program that reads a stream."""
     code: int | None = None
     """Exit code of the program; 128 + N if signal N has killed it."""
     pipes: list[Prefixed] = field(default_factory=list)
@@ -122,7 +123,7 @@ class Prefixed:
         self._rest = b""
 
     def take(self) -> bool:
-        """Write on what has come; return False at the end of the output."""
+        """Write the lines that have come; return False at the end of the output."""
         try:
             data = os.read(self.source, _LINE_LIMIT)
         except BlockingIOError:
@@ -168,7 +169,7 @@ class Signals:
         self.received: list[int] = []
         """Signals that end a program, as they came."""
         self.ending = False
-        """Whether what programs have left is being ended: a signal is only noted."""
+        """Whether processes that programs have left are being ended: a signal is only recorded."""
         self._held: list[int] | None = None
         """Signals that came while a program was started: it may run already, but is not known."""
         self._reader, self._writer = os.pipe()

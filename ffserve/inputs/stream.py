@@ -92,7 +92,7 @@ def is_record_file(file: InputFile) -> bool:
 
 
 class WorkerStream:
-    """What one worker's program reads.
+    """The bytes that the program of one worker reads.
 
     Args:
         shares: the splits of this worker, for each alias in order.
@@ -124,7 +124,7 @@ class WorkerStream:
         self._readers: dict[str, Any] = {}
 
     def blocks(self) -> Generator[bytes, None, None]:
-        """Yield what the program reads.
+        """Yield the bytes that the program reads.
 
         Raises: FFServeError: a file is damaged or cannot be read; it is named.
         """

@@ -37,9 +37,9 @@ from ffserve.store.schemes.base import BROKEN, Meaning, OpenVersion, Scheme
 _ANY = "[!\0]"
 """A question mark of a pattern, for file systems that take it for the beginning of a query."""
 HIDDEN, SPECIAL = "hidden", "not a regular file"
-"""Why a file is left out of a listing."""
+"""Reasons why a file is left out of a listing."""
 ASKED_AT_ONCE = 16
-"""Requests about files of a listing."""
+"""Requests about files of one listing that run at the same time."""
 _URL_INSIDE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 _QUERY_INSIDE = re.compile(r"\?[^\s'\"<>]*=[^\s'\"<>]*")
 _BUSY = {408, 425, 429, 500, 502, 503, 504}
@@ -148,7 +148,7 @@ def _code(error: BaseException) -> str:
 
 
 def failure(error: BaseException, url: str) -> OriginError:
-    """Return what an exception of fsspec, or of a package below it, means."""
+    """Return the error for an exception of the packages of a scheme."""
     if isinstance(error, OriginError):
         return error
     chain = list(_chain(error))
@@ -221,7 +221,7 @@ def _later(message: str, where: str, *, answered: bool = True) -> OriginError:
 
 
 def _text(chain: list[BaseException], scheme: Scheme) -> str:
-    """Return the texts of a chain of exceptions, without what a URL must not show."""
+    """Return the text of a chain of exceptions, without the secrets of URLs."""
     root = chain[-1]
     words = " ".join(str(root).split()) or type(root).__name__
     words = _URL_INSIDE.sub(lambda found: urls.shown(found[0]), scheme.shortened(words))
@@ -287,9 +287,9 @@ def sized(identity: ObjectVersion) -> ObjectVersion:
     """Return an identity. Raises: ReadError if its size is unknown: no range of it can be read."""
     if identity.size < 0:
         raise ReadError(
-            "the origin does not say how large the file is",
+            "the origin does not tell the size of the file",
             path=urls.shown(identity.url),
-            hint="copy it to a local disk, or to an origin that says so",
+            hint="copy it to a local disk, or to an origin that tells sizes",
         )
     return identity
 

@@ -109,7 +109,7 @@ def test_files_of_unknown_size(server: HttpOrigin, tmp_path: Path) -> None:
     server.cuts = 1 << 20
     with pytest.raises(ReadError, match=r"odd\.txt: the connection to the origin failed"):
         streamed(url)
-    with pytest.raises(ReadError, match="does not say how large the file is"):
+    with pytest.raises(ReadError, match="does not tell the size of the file"):
         fetching.listing(url)
 
 
