@@ -25,7 +25,7 @@ from ffserve.engine.opening import KIND_BITS, close_fds, open_paths, stat_fds, s
 from ffserve.errors import FFServeError, ReadError
 from ffserve.formats.base import needs_scan
 from ffserve.store.access import collect
-from ffserve.store.origin import Identity
+from ffserve.store.origin import ObjectVersion
 from ffserve.store.urls import is_url
 
 AT_ONCE = 256
@@ -41,7 +41,7 @@ class DatasetRequest(Protocol):
     format: str | None
     verify: bool
     tolerant: bool
-    identities: tuple[Identity, ...]
+    identities: tuple[ObjectVersion, ...]
     states: bytes
 
 

@@ -32,7 +32,7 @@ from ffserve.reads.opening import How, Tables
 from ffserve.reads.records import BatchEngine
 from ffserve.store.fetching import NOW, Threads, identity_of
 from ffserve.store.opening import parsed
-from ffserve.store.origin import Identity
+from ffserve.store.origin import ObjectVersion
 from ffserve.store.ranges import RangedObject
 from ffserve.store.urls import is_url
 
@@ -62,7 +62,7 @@ class RangedSource(LocalSource):
         seen: Callable[[int], object] | None = None,
         *,
         share: float | None = None,
-        identities: tuple[Identity, ...] = (),
+        identities: tuple[ObjectVersion, ...] = (),
     ) -> None:
         urls = [path for path in paths if is_url(path)]
         self.identities = identities if len(identities) == len(urls) else identified(urls)
@@ -141,7 +141,7 @@ def _parsed(opened: RangedObject, how: How, seen: Callable[[int], object] | None
     return parsed(read_at, size, name, how.format, **options)  # type: ignore[arg-type]
 
 
-def identified(urls: Sequence[str]) -> tuple[Identity, ...]:
+def identified(urls: Sequence[str]) -> tuple[ObjectVersion, ...]:
     """Ask the origins for the present versions, several at once."""
     return tuple(_all(identity_of, urls))
 

@@ -37,7 +37,7 @@ LAYERS = {
     "reader": "formats dataset disk client store",
     "aio": "dataset client reader",
     # inputs of programs
-    "inputs": "order formats disk reader store",
+    "inputs": "order formats disk store ffserve",
     # tables
     "arrow": "system engine formats disk writer client reader store",
     # what programs use
@@ -110,14 +110,14 @@ DOORS = {
     "server.status.overview": ("cli", "`status` and `top` show it"),
     "server.users.access": ("doctor view", "which files are taken, and who may read them"),
     "server.users.peers": ("cli", "whose process is at the other end"),
-    "store.blocks": ("inputs", "a download is written as blocks are"),
-    "store.fetching": ("arrow cli inputs", "remote files are listed and fetched"),
+    "store.fetching": ("arrow cli", "remote files are listed and fetched"),
     "store.opening": ("arrow cli", "tables of a remote file"),
-    "store.origin": ("arrow inputs", "file systems of URLs, for output too"),
-    "store.ranges": ("arrow cli inputs", "parts of a remote file"),
+    "store.origin": ("arrow", "file systems of URLs, for output too"),
+    "store.ranges": ("arrow cli", "parts of a remote file"),
     "store.staging": ("cli", "`ffserve stage`"),
-    "store.urls": ("arrow cli compat inputs view", "what is a URL, and how it is shown"),
+    "store.urls": ("arrow cli compat view", "what is a URL, and how it is shown"),
     "store.warming": ("cli", "`ffserve warm`"),
+    "store.public": ("inputs", "remote files are found, copied and written"),
     "system.machine": ("doctor", "limits of memory are examined"),
     "system.memfd": ("doctor", "shared memory is tried"),
     "system.parallel": ("compat convert", "worker processes that report progress"),

@@ -29,7 +29,7 @@ from ffserve.server.sessions.context import OVER, READY, SessionContext
 from ffserve.server.sessions.datasets import FEW, OpenDataset, OrderReceiver, Steps
 from ffserve.server.sessions.outbox import MemoryMessage
 from ffserve.store.access import Access, served
-from ffserve.store.origin import Identity as RemoteIdentity
+from ffserve.store.origin import ObjectVersion
 from ffserve.store.urls import is_url, shown
 
 ROW_SIZE = protocol.IDENTITY_DTYPE.itemsize
@@ -364,7 +364,7 @@ class _RemotePaths:
     """
 
     def __init__(self, what: dict[str, Any], count: int, serves: Callable[[str], bool]) -> None:
-        self.versions: dict[int, RemoteIdentity] = {}
+        self.versions: dict[int, ObjectVersion] = {}
         self.access: Access | None = None
         self.error: FFServeError | None = None
         """Why they cannot be opened."""
