@@ -269,17 +269,17 @@ def test_another_user_may_not_resize() -> None:
 import os
 from ffserve.config import ServerConfig
 from ffserve.errors import AccessDenied
-from ffserve.server.users.access import Peer
+from ffserve.server.users.peers import Peer
 from ffserve.server.sessions.state import ServerState
 small, large = 16 << 20, 32 << 20
 state = ServerState(ServerConfig(arena_size_bytes=small, max_arena_size_bytes=large))
 try:
-    state.resize(large, Peer(1, os.geteuid() + 1, 1))
+    state.resize(large, Peer(1, os.geteuid() + 1, 1), 0.0)
 except AccessDenied as error:
     print(error)
-assert state.arena.size == small
-state.resize(large, Peer(1, os.geteuid(), 1))
-assert state.arena.size == large
+assert state.memory.arena.size == small
+state.resize(large, Peer(1, os.geteuid(), 1), 0.0)
+assert state.memory.arena.size == large
 state.close()
 """
     assert "may not resize the arena" in run_python(program).stdout
