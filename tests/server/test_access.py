@@ -509,12 +509,12 @@ from ffserve.client.failover import OpenRequest
 from ffserve.errors import MissingFile
 import ffserve
 held = connection.Connection(sys.argv[2], "job")
-real = descriptors.OpenFiles.of.__func__
+real = descriptors.PassedFiles.of.__func__
 os.stat(sys.argv[1])
 def gone(cls, paths, positions):
     os.path.exists({gone!r}) and os.unlink({gone!r})
     return real(cls, paths, positions)
-descriptors.OpenFiles.of = classmethod(gone)
+descriptors.PassedFiles.of = classmethod(gone)
 try: held.open(OpenRequest(({good!r}, {gone!r}), None, "require", True, False))
 except MissingFile as error: print("missing", error.path)
 print(held.open(OpenRequest(({good!r},), None, "require", True, False)).formats)

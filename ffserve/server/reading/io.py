@@ -32,7 +32,7 @@ from ffserve.server.prepared.copying import Copier
 from ffserve.server.reading.chunks import ChunkLoader
 from ffserve.server.reading.damage import SecondReader, WrongSample
 from ffserve.server.reading.devices import Device, Devices
-from ffserve.server.reading.fetches import Fetches, Gate, Waiting
+from ffserve.server.reading.fetches import BlockGate, Fetches, WaitingLoad
 from ffserve.server.reading.requests import SampleRequest
 from ffserve.server.reading.statistics import Histogram
 from ffserve.store.fetching import Fetcher
@@ -370,14 +370,14 @@ class Engines:
         return partial(self.fetches.mend, remote, begin, end)
 
     @staticmethod
-    def _hold(fetches: Fetches, load: Load) -> Waiting | None:
+    def _hold(fetches: Fetches, load: Load) -> WaitingLoad | None:
         asking = load.fetches[0]
         if not isinstance(asking, SampleRequest):
             return fetches.hold(load, None, None)
-        gate = asking.gate if isinstance(asking.gate, Gate) else None
+        gate = asking.gate if isinstance(asking.gate, BlockGate) else None
         return fetches.hold(load, asking.owner.who, gate)
 
-    def _fetched(self, waiting: Waiting) -> None:
+    def _fetched(self, waiting: WaitingLoad) -> None:
         """The blocks of a load came, or cannot be had."""
         load, fetches = waiting.load, self.fetches
         assert fetches is not None

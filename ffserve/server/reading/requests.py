@@ -31,7 +31,8 @@ class Reply(Protocol):
 
 
 class Gate(Protocol):
-    """Where a request waits for blocks of remote files before it takes memory: `fetches.Gate`."""
+    """Where a request waits for blocks of remote files before it takes memory; see
+    `fetches.BlockGate`."""
 
     def begin(self, opened: Callable[[int, float], object]) -> None:
         """Begin to wait.
