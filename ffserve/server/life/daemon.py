@@ -58,10 +58,11 @@ SETTLE_INTERVAL_S = 1.0
 EXIT_FAULT = 1
 """Exit code after an internal error; systemd starts the daemon again."""
 LEAST_FILES = 64
-"""Descriptors: the daemon itself needs two dozen, and some more for each client that connects."""
+"""The daemon does not start with fewer descriptors: it needs two dozen itself, and some more for
+each client that connects."""
 OWN_SIZE = 32 * 1024 * 1024
-"""Memory of a daemon beside its arena when it starts, with a margin. Tables of samples and orders
-come on top (docs/CONFIGURATION.md)."""
+"""The memory of a daemon beside its arena when it starts, with a margin. Tables of samples and
+orders need more (docs/CONFIGURATION.md)."""
 
 
 def check(config: ServerConfig, ignored: Sequence[str] = ()) -> None:
@@ -113,7 +114,7 @@ def serve(
     start_logging(config.log_level, config.log_format)
     check(config, ignored)  # all of it before another daemon hands over, which ends that one
     try_store(config)
-    signals = _Signals()
+    signals = _DaemonSignals()
     sockets, kept = passed()
     lock: int | None = None
     if sockets:
@@ -167,7 +168,7 @@ def memory_fault(config: ServerConfig, memory: int) -> UsageError | None:
     )
 
 
-class _Signals:
+class _DaemonSignals:
     """The signals that the daemon handles. They may come before its loop handles them.
 
     A daemon with a terminal gets SIGHUP when the terminal is closed.
@@ -208,7 +209,7 @@ async def _run(
     http_listener: socket.socket | None,
     kept: dict[str, int],
     load: Callable[[], ServerConfig],
-    signals: _Signals,
+    signals: _DaemonSignals,
 ) -> bool:
     """Serve until the end; return whether another daemon took over."""
     loop = asyncio.get_running_loop()
@@ -278,7 +279,7 @@ async def _end(
             {LISTENER: listener.fileno(), LOCK: lock, **memory_of(state.memory, state.domains)},
         )
     except OSError as error:
-        log.warning("the daemon that was to take over is gone: %s", error)
+        log.warning("the daemon that was taking over has ended: %s", error)
         return False
     return True
 
@@ -294,7 +295,9 @@ def _state(config: ServerConfig, fds: dict[str, int]) -> ServerState:
     try:
         kept = take(fds, config)
     except ReadError as error:
-        log.warning("starting with empty memory, that of the daemon before is not used: %s", error)
+        log.warning(
+            "starting with empty memory; the memory of the previous daemon is not used: %s", error
+        )
         kept, left = None, names
     else:
         left = list(fds)
@@ -400,7 +403,7 @@ async def _stop_when_idle(server: Server, stop: asyncio.Event) -> None:
             break
         # The setting can change.
         await asyncio.sleep(min(left_s, IDLE_CHECK_S) if timeout_s else IDLE_CHECK_S)
-    log.info("no client for %g s", timeout_s)
+    log.info("no client has been connected for %g s", timeout_s)
     stop.set()
 
 
@@ -521,7 +524,7 @@ def _open_lock(path: str) -> int:
         return fd
     os.close(fd)
     raise UsageError(
-        "the lock file of the socket is not a file of the daemon's user alone",
+        "the lock file of the socket does not belong to the daemon's user alone",
         path=path,
         hint="remove it, or choose another path with --socket",
     )

@@ -23,12 +23,13 @@ from ffserve.errors import printable
 log = logging.getLogger("ffserve")
 
 FIRST_INTERVAL_S, LONGEST_INTERVAL_S = 60.0, 3600.0
-"""Between two lines about the same: it doubles while it goes on."""
+"""The interval between two lines about the same event. It doubles while the event goes on, up to
+LONGEST_INTERVAL_S."""
 MOST_KEYS, MOST_OF_USER = 1024, 32
-"""Files, users and devices of which repetitions are counted apart, and those that one user causes;
-beyond, together."""
+"""Repetitions are counted separately for so many files, users and devices in all, and for so
+many that one user causes. All others are counted together."""
 MOST_LINES, MOST_LINE = 100, 500
-"""Lines that are kept for STATUS, and characters of each."""
+"""So many lines are kept for STATUS, with at most MOST_LINE characters each."""
 NOBODY = -1
 """The user of a line that no user caused."""
 
@@ -39,7 +40,7 @@ _PRIORITIES = {
     logging.ERROR: 3,
     logging.CRITICAL: 2,
 }
-"""By level: the numbers of syslog(3)."""
+"""The priorities of syslog(3), by level."""
 
 
 # ---- formats -----------------------------------------------------------------------------------
@@ -137,7 +138,7 @@ class LatestLines(logging.Handler):
 
 
 latest = LatestLines()
-"""Those of this process."""
+"""The latest lines of this process."""
 
 
 # ---- what repeats ------------------------------------------------------------------------------

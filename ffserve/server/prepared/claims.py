@@ -26,19 +26,21 @@ from ffserve.protocol import ELSEWHERE, MOST_CLAIMED, READABLE, UNSHARED, YOURS
 from ffserve.server.users.access import Owner
 
 CLAIM_S = 30.0
-"""After that a claim goes to those who wait for it."""
+"""A claim that is older goes to a session that waits for it."""
 MOST_HELD = 8192
-"""Samples that one data set of a session has claimed."""
+"""One data set of a session claims at most so many samples."""
 MOST_OF_USER = 1 << 18
-"""Samples that one user has claimed or waits for, in all sessions. Beyond, nothing is shared."""
+"""All sessions of one user together claim or wait for at most so many samples. Further samples
+are not shared."""
 LEAST_WAITING = 64
-"""A CLAIM that waits counts as so many samples at least."""
+"""A CLAIM that waits counts as at least so many samples."""
 MOST_WAITING = 64
-"""CLAIMs of one data set of a session that wait."""
+"""At most so many CLAIMs of one data set of a session wait."""
 LEAST_SAVED_S = 1e-15
-"""Per byte: times are divided by it, and clients say what preparing took (of empty samples, 0)."""
+"""A byte in memory saves at least so many seconds. Times are divided by this value, and a client
+may report 0."""
 MOST_DISTRUSTED = 1024
-"""Preparations that are remembered for not being deterministic."""
+"""The daemon remembers so many preparations that are not deterministic."""
 
 States: TypeAlias = NDArray[np.uint8]
 
@@ -112,7 +114,7 @@ class Preparations:
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
+class WaitingClaim:
     """A CLAIM that is answered when no other holder prepares its samples.
 
     shared: whether the preparation is still shared. answer: takes the states. later: called when
@@ -123,8 +125,8 @@ class Waiting:
     numbers: Int64s
     shared: Callable[[], bool]
     answer: Callable[[States], object]
-    later: Callable[[Waiting], object]
-    claim: _Claim | None = None
+    later: Callable[[WaitingClaim], object]
+    claim: _HeldClaim | None = None
     """That it waits for. When that has ended, it waits for the next one, if there is any."""
 
     @property
@@ -134,13 +136,13 @@ class Waiting:
 
 
 @dataclass(slots=True, eq=False)
-class _Claim:
+class _HeldClaim:
     """handed_over: the sample is being copied. waiting: in the order in which they came."""
 
     holder: object
     since: float
     handed_over: bool = False
-    waiting: dict[Waiting, None] | None = None
+    waiting: dict[WaitingClaim, None] | None = None
 
 
 class Claims:
@@ -157,11 +159,11 @@ class Claims:
     ) -> None:
         self._directory = directory
         self._user_of = user_of
-        self._claims: dict[int, _Claim] = {}
-        self._awaited: dict[int, _Claim] = {}
+        self._claims: dict[int, _HeldClaim] = {}
+        self._awaited: dict[int, _HeldClaim] = {}
         """Those that somebody waits, or has waited, for."""
         self._held: dict[object, set[int]] = {}
-        self._waiting: dict[object, set[Waiting]] = {}
+        self._waiting: dict[object, set[WaitingClaim]] = {}
         self._amounts: Counter[object] = Counter()
         """Samples that each user has claimed, or waits for."""
 
@@ -187,7 +189,7 @@ class Claims:
             elif loading or len(held) >= room:
                 states[k] = UNSHARED
             else:
-                self._claims[number] = _Claim(holder, now)
+                self._claims[number] = _HeldClaim(holder, now)
                 held.add(number)
                 states[k] = YOURS
         self._count(user, len(held) - before)
@@ -200,7 +202,7 @@ class Claims:
         if not self._amounts[user]:
             del self._amounts[user]
 
-    def wait(self, waiting: Waiting, now: float) -> None:
+    def wait(self, waiting: WaitingClaim, now: float) -> None:
         """As `claim`; answer when none of the samples is claimed by another holder any more."""
         holder, user = waiting.holder, self._user_of(waiting.holder)
         if self._amounts[user] + waiting.amount > MOST_OF_USER:
@@ -216,7 +218,7 @@ class Claims:
         """Return how many CLAIMs of a holder wait."""
         return len(self._waiting.get(holder, ()))
 
-    def settle(self, waiting: Waiting, now: float) -> None:
+    def settle(self, waiting: WaitingClaim, now: float) -> None:
         """Answer a CLAIM, or wait for what another holder has claimed."""
         if waiting not in self._waiting.get(waiting.holder, ()):
             return
@@ -232,7 +234,7 @@ class Claims:
             claim.waiting = {}
         claim.waiting[waiting] = None
 
-    def _elsewhere(self, waiting: Waiting, now: float) -> _Claim | None:
+    def _elsewhere(self, waiting: WaitingClaim, now: float) -> _HeldClaim | None:
         """Return a claim that a CLAIM has to wait for; old ones end."""
         numbers = waiting.numbers
         for number in numbers[self._directory.entries["seq"][numbers] & 1 == 0].tolist():
@@ -245,7 +247,7 @@ class Claims:
             self.end(claim.holder, [number])
         return None
 
-    def _answer(self, waiting: Waiting, states: States) -> None:
+    def _answer(self, waiting: WaitingClaim, states: States) -> None:
         mine = self._waiting[waiting.holder]
         mine.discard(waiting)
         if not mine:
@@ -253,7 +255,7 @@ class Claims:
         self._stop_waiting(waiting)
         waiting.answer(states)
 
-    def _stop_waiting(self, waiting: Waiting) -> None:
+    def _stop_waiting(self, waiting: WaitingClaim) -> None:
         self._count(self._user_of(waiting.holder), -waiting.amount)
         if waiting.claim is not None and waiting.claim.waiting is not None:
             waiting.claim.waiting.pop(waiting, None)
@@ -273,7 +275,7 @@ class Claims:
     def end(self, holder: object, numbers: list[int]) -> None:
         """These claims of a holder have ended: the samples are in memory, or free to be claimed."""
         held = self._held.get(holder, set())
-        before, woken = len(held), list[Waiting]()
+        before, woken = len(held), list[WaitingClaim]()
         for number in numbers:
             if number not in held:
                 continue

@@ -24,7 +24,7 @@ from ffserve.reads.records import Failures
 from ffserve.server.users.threads import UserThreads
 
 MEMORY_FILES_SHARE = 16
-"""Files that prepared samples come through are 1 part in MEMORY_FILES_SHARE of the descriptors."""
+"""At most 1 part in MEMORY_FILES_SHARE of the descriptors is for memory files of clients."""
 _ONE = np.zeros(1, np.int64)
 
 

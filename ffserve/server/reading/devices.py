@@ -14,7 +14,8 @@ from ffserve.reads.page_cache import CachedFiles
 from ffserve.server.files.remote import RemoteShard
 
 MOST_ENGINES = 16
-"""Users can make devices without a disk (tmpfs, subvolumes): beyond, such devices share engines."""
+"""Devices without a disk (tmpfs, subvolumes), of which users can make any number, get engines of
+their own while the daemon has fewer engines than this. Further such devices share these engines."""
 
 
 class Device:

@@ -42,9 +42,10 @@ MERGED_MOST = 32 * 1024
 """Blocks up to this size are merged. Copying a larger one out of a bounce buffer (3 us and above)
 costs more than the read that merging saves."""
 SLOW_S = 5.0
-"""A read that takes longer is slow: hundreds of reads may wait for one disk, but not so long."""
+"""The daemon reports the disk of a read that takes longer: hundreds of reads may wait for one
+disk, but not for so long."""
 SLOW_READ_S = 0.5
-"""The files of a read that takes longer are shown as slow."""
+"""`ffserve status` shows the files of a read that takes longer."""
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 CAUSES = ("disk", "queue", "taken", "decode", "memory", "origin", "trainer")
 RECENT_S = 60.0
-"""The time of which the recent parts are."""
+"""The recent parts are parts of the last RECENT_S."""
 ABSENT_S = 60.0
 _NO_TIME = (0.0, 0.0, 0.0, 0.0, 0.0)
 

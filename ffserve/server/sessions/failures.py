@@ -16,7 +16,8 @@ from ffserve.server.sessions.context import READY, SessionContext
 from ffserve.server.sessions.datasets import FEW, STEP_COUNT, OpenDataset, Steps
 
 MOST_ERRORS = 1024
-"""Failed samples in one READY, so that it fits into a frame; it then answers for fewer samples."""
+"""One READY message names at most so many failed samples, so that it fits into a frame. If more
+have failed, it answers for fewer samples."""
 
 
 class FailedRequests:

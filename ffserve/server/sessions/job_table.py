@@ -18,11 +18,11 @@ from ffserve.server.reading.waiting import JobReads, JobTime, Use
 from ffserve.server.users.access import Peer, Viewer
 
 MOST_JOBS = 256
-"""Jobs whose counters are kept, ended ones included."""
+"""The daemon keeps the counters of so many jobs, including jobs that have ended."""
 MOST_NAME = 200
-"""Characters in the name of a job."""
+"""The name of a job has at most so many characters."""
 JOB_COUNTERS, COUNTERS = 4, 7
-"""How many counters have rates: `JobTable.counters_of`, `JobTable.counters`."""
+"""The numbers of counters that have rates: `JobTable.counters_of`, `JobTable.counters`."""
 RIVAL_SHARE = 16
 """A job whose data take less than 1 part in RIVAL_SHARE of the arena is no rival for memory."""
 
@@ -58,13 +58,13 @@ class Job:
         """Return the job that a HELLO is of. Raises: ProtocolError."""
         name = about.get("job")
         if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME:
-            raise ProtocolError("invalid HELLO message: no name of a job")
+            raise ProtocolError("invalid HELLO message: the name of the job is missing or too long")
         job = cls(name, now, now, user)
         for key, most in (("title", protocol.MOST_TITLE), ("command", protocol.MOST_COMMAND)):
             text = about.get(key, "")
             if not isinstance(text, str) or len(text) > most:
                 raise ProtocolError(
-                    f"invalid HELLO message: {key} is no text of at most {most} characters"
+                    f"invalid HELLO message: {key} is not a text of at most {most} characters"
                 )
             setattr(job, key, text)
         return job

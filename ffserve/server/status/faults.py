@@ -15,7 +15,7 @@ from ffserve.server.life.log import RepeatedLines
 from ffserve.server.reading.statistics import Statistics
 
 MOST_SLOW = 256
-"""Files with slow reads that are remembered, the latest."""
+"""The daemon remembers so many files with slow reads, the latest ones."""
 
 
 @dataclass(slots=True)

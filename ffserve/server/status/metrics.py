@@ -40,21 +40,22 @@ from ffserve.server.status.report import arena_facts, domain_facts, progress_fac
 
 CONTENT_TYPE: str = CONTENT_TYPE_LATEST
 MOST_JOBS = 64
-"""Jobs with series of their own: those with sessions first, then those that were seen last."""
+"""So many jobs have series of their own: jobs with sessions first, then the jobs that were seen
+last."""
 MOST_DOMAINS = 64
-"""Domains with a series of their own, the largest."""
+"""So many domains have a series of their own, the largest ones."""
 MOST_FILES = 64
-"""Damaged files with a series of their own."""
+"""So many damaged files have a series of their own."""
 MOST_LABEL = 100
-"""Characters of a label's value."""
+"""The value of a label has at most so many characters."""
 _STEP_COUNT, _STEP_JOBS = 64, 1024
-"""Positions of jobs, and jobs, that are looked at in one step."""
+"""One step looks at so many positions of jobs, or so many jobs."""
 _END = b"# EOF\n"
 _LABELS = ("job", "user")
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator["Metric | None", None, T]
-"""Yields families, and None between other steps."""
+"""A generator that yields families, and None between other steps."""
 
 
 def render(server: Server, *, jobs: bool, now: float) -> Generator[None, None, bytes]:

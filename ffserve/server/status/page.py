@@ -20,16 +20,16 @@ from ffserve.server.status.report import status
 from ffserve.server.users.access import HOST, Peer
 
 EVENT_INTERVAL_S = 2.0
-"""From an event to the next."""
+"""The interval between two events."""
 MOST_JOBS, MOST_ROWS = 32, 16
-"""Rows about jobs, and in each other list, of an event."""
+"""An event has at most MOST_JOBS rows about jobs, and MOST_ROWS rows in each other list."""
 EVENTS = "text/event-stream; charset=utf-8"
 FILES = {
     "/": ("page.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
-"""By path: the file and its type."""
+"""The file and its type, by path."""
 SECURITY = (
     (
         "Content-Security-Policy",
@@ -40,7 +40,7 @@ SECURITY = (
     ("Referrer-Policy", "no-referrer"),
     ("Cross-Origin-Resource-Policy", "same-origin"),
 )
-"""Headers of all answers."""
+"""The headers of all answers."""
 _ADMINISTRATOR = Peer(0, 0, HOST)
 _STRANGER = Peer(0, -2, -1)
 """A user who has no job and no file."""

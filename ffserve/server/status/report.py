@@ -18,9 +18,9 @@ from ffserve.server.sessions.state import ServerState
 from ffserve.server.users.access import Peer, Viewer, viewer_of
 
 MOST_ROWS = 1000
-"""Rows in each list, so that a REPORT fits into a frame whatever clients open."""
+"""Each list has at most so many rows, so that a REPORT fits into a frame whatever clients open."""
 STEP_ROWS = 64
-"""Rows that are made in one step."""
+"""One step makes so many rows."""
 
 
 def status(state: ServerState, now: float, peer: Peer) -> Generator[None, None, dict[str, Any]]:
