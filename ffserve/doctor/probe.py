@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 TIMEOUT_S = 5.0
-"""A file system that needs longer is reported."""
+"""A file system that does not answer within this time is reported."""
 MOST_FILES = 256
-"""Files of a directory that are looked at."""
+"""So many files of a directory are opened at most."""
 
 Answer: TypeAlias = "dict[str, Any] | None"
 """None: the file system did not answer in time."""
@@ -71,7 +71,7 @@ def _collect(pid: int, pipe: int, deadline: float) -> Answer:
             _wait(pid, deadline)
     finally:
         os.close(pipe)
-    # A child that was killed or failed has said nothing that can be used.
+    # The answer of a child that was killed or failed cannot be used.
     return json.loads(output) if piece is not None and output else None
 
 
@@ -107,7 +107,7 @@ def place(path: str) -> dict[str, Any]:
 def data(path: str) -> dict[str, Any]:
     """Tell what a job finds at a path: a record file, a directory of them, or a pattern."""
     from ffserve import formats
-    from ffserve.dataset import expand_paths
+    from ffserve.dataset.paths import expand_paths
     from ffserve.errors import AccessDenied, FFServeError
 
     try:
@@ -122,9 +122,9 @@ def data(path: str) -> dict[str, Any]:
 
 def _look(files: Sequence[str]) -> dict[str, Any]:
     """Open files as a job does, and one of them as the daemon does."""
+    from ffserve.disk.files import open_regular
     from ffserve.engine.io import file_system_type, open_direct
     from ffserve.errors import AccessDenied, FFServeError
-    from ffserve.files import open_regular
 
     answer: dict[str, Any] = {"unreadable": 0, "private": 0, "newest": 0.0}
     for path in files:

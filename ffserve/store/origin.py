@@ -1,17 +1,17 @@
-"""Origins: remote files by fsspec. List them, identify them, read ranges, name what failed.
+"""Origins: list remote files, identify them, read ranges of them, and say what failed.
 
-Everything here blocks and is called in threads of the store. fsspec's file systems are used by
-their public calls (`info`, `glob`, `ls`, `open`, `seek`, `read`): a file that is opened with
-``cache_type="none"`` sends one request for each read, which S3 makes conditional on the ETag.
+Everything here blocks and is called in threads of the store. A scheme (`schemes/`) gives the file
+system of a URL, which is used by its public calls (`info`, `glob`, `ls`, `find`), and opens a
+version of an object, of which each read is one request.
 
 An object is identified by URL, size, ETag (or the version that its origin has instead) and
-modification time. Whether bytes belong to the object that was identified is checked after they were
-read, unless the origin checks it itself, or the bytes are those of a commit. So no two versions of
-an object are ever mixed.
+modification time. The object is looked at again after each read, which tells whether the bytes
+belong to the version that was identified; this is not needed where reads are conditional on the
+version. So no two versions of an object are ever mixed.
 
-Nothing is written to an origin, and nothing is deleted there. Credentials are those that fsspec's
-packages find (environment, their own files), or those of an `Access` and no others; they are in no
-message.
+Nothing is written to an origin, and nothing is deleted there. Credentials are those that the
+packages find (environment, their own files), or those of an `Access` and no others. No message
+contains any.
 """
 
 from __future__ import annotations
@@ -29,38 +29,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError, UsageError
-from ffserve.store import hdfs, urls
-from ffserve.store.access import CONNECT_S, SILENT_S, Access, is_connected
-from ffserve.store.clouds import Objects
+from ffserve.store import urls
+from ffserve.store.access import Access
+from ffserve.store.schemes import protocol_of, scheme_of, union
+from ffserve.store.schemes.base import BROKEN, Meaning, OpenVersion, Scheme
 
-_TAGS = (
-    "generation", "ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "blob_id", "sha256",
-    "fileId", "checksum", "modification_time",
-)  # fmt: skip
-"""`modification_time` is hdfs-native's, in milliseconds: HDFS has no ETag, and its listings are as
-precise as its other answers."""
-_TIMES = (
-    "LastModified", "last_modified", "Last-Modified", "updated", "modificationTime",
-    "modification_time", "mtime",
-)  # fmt: skip
-_PACKAGES = {
-    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "abfss": "adlfs",
-    "az": "adlfs", "sftp": "paramiko", "ssh": "paramiko", "http": "aiohttp", "https": "aiohttp",
-    "hdfs": "'ffserve[hdfs]'", "viewfs": "'ffserve[hdfs]'", "hf": "huggingface_hub",
-    "webhdfs": "requests",
-}  # fmt: skip
-_URL_PATHS = (*hdfs.PROTOCOLS, "webhdfs", "swebhdfs")
-"""Protocols whose file systems take a question mark for the beginning of a query."""
 _ANY = "[!\0]"
-"""A question mark of a pattern, for these."""
-_CREDENTIALS = (
-    "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError",
-    "TokenRetrievalError", "ProfileNotFound", "AuthenticationException", "DefaultCredentialsError",
-    "RefreshError", "ClientAuthenticationError", "SSOTokenLoadError", "UnauthorizedSSOTokenError",
-)  # fmt: skip
-"""Exception classes of the packages below fsspec, which are not imported here."""
-_DENIED_CODES = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "AccessDenied")
-_BUSY_CODES = ("SlowDown", "ServiceUnavailable", "RequestTimeout", "Throttling", "InternalError")
+"""A question mark of a pattern, for file systems that take it for the beginning of a query."""
 HIDDEN, SPECIAL = "hidden", "not a regular file"
 """Why a file is left out of a listing."""
 ASKED_AT_ONCE = 16
@@ -117,60 +92,28 @@ def _fsspec() -> Any:
         ) from None
 
 
-def _defaults(protocol: str, conf: dict[str, Any]) -> dict[str, Any]:
-    """Return options of a file system that its user has not set: limits of waiting, and no retries
-    below those of the store."""
-    options: dict[str, Any] = {}
-    if protocol in ("s3", "s3a") and "config_kwargs" not in conf:
-        options["config_kwargs"] = {
-            "connect_timeout": CONNECT_S,
-            "read_timeout": SILENT_S,
-            "retries": {"max_attempts": 1},
-            "max_pool_connections": 64,
-        }
-    if protocol in ("http", "https") and "client_kwargs" not in conf:
-        aiohttp = importlib.import_module("aiohttp")
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENT_S)
-        options["client_kwargs"] = {"timeout": timeout}
-    if protocol in ("sftp", "ssh") and "timeout" not in conf:
-        options["timeout"] = CONNECT_S
-    return {name: value for name, value in options.items() if name not in conf}
-
-
 def file_system(url: str, access: Access | None = None) -> tuple[Any, str]:
     """Return the file system of a URL, and the path in it.
 
     Args: access: with what it is reached; None: with what this process has.
     Raises: UsageError for an unknown protocol or a package that is missing; OriginError.
     """
-    fsspec = _fsspec()
-    protocol = url.partition("://")[0].lower()
-    conf = fsspec.config.conf.get(protocol, {})
+    conf = _fsspec().config.conf
+    protocol, scheme = protocol_of(url), scheme_of(url)
     try:
         if access is not None and not access.own:
-            found, path = access.file_system(url)
-        elif protocol in hdfs.PROTOCOLS:
-            found, path = hdfs.client(url, conf)
-        else:
-            found, path = fsspec.core.url_to_fs(url, **_defaults(protocol, conf))
-            if not is_connected(found):
-                type(found).clear_instance_cache()
-                found, path = fsspec.core.url_to_fs(url, **_defaults(protocol, conf))
+            return access.file_system(url)
+        return scheme.connect_own(url, conf.get(protocol, {}))
     except ImportError as error:
-        package = _PACKAGES.get(protocol)
-        hint = f"pip install {package}" if package else None
         raise UsageError(
             f"the protocol {protocol}:// needs a package that is missing: {error}",
             path=urls.shown(url),
-            hint=hint,
+            hint=f"pip install {scheme.package}" if scheme.package else None,
         ) from None
     except ValueError as error:
         raise UsageError(f"invalid URL: {error}", path=urls.shown(url)) from None
     except Exception as error:
         raise failure(error, url) from error
-    if protocol in ("s3", "s3a"):
-        found.retries = 1  # s3fs's own: the store waits and tries again by itself
-    return found, str(path)
 
 
 # ---- what failed ---------------------------------------------------------------------------------
@@ -212,20 +155,21 @@ def failure(error: BaseException, url: str) -> OriginError:
     names = {base.__name__ for each in chain for base in type(each).__mro__}
     status = next((s for s in map(_status, chain) if s), 0)
     code = next((c for c in map(_code, chain) if c), "")
-    where, text = urls.shown(url), _text(chain)
-    if names & {*_CREDENTIALS}:
+    scheme, where = scheme_of(url), urls.shown(url)
+    text = _text(chain, scheme)
+    if names & union(lambda each: each.credential_errors):
         message = f"the origin accepts no credentials of this process: {text}"
         hint = "check the credentials in the environment, or those of the origin's own tools"
         return OriginError(AccessDenied(message, path=where, hint=hint), again=False)
-    if hdfs.serves(url) and (found := _hdfs_failure(text, where)):
-        return found
+    if (meaning := scheme.meaning(text)) is not None:
+        return _meant(meaning, scheme, text, where)
     # gcsfs has no status for what is forbidden.
     denied = "PermissionError" in names or text.startswith("Forbidden: ")
-    if status in (401, 403) or code in _DENIED_CODES or denied:
+    if status in (401, 403) or code in union(lambda each: each.denied_codes) or denied:
         message = f"the origin denies access: {text}"
         hint = "check the credentials, and the rights that they have"
         return OriginError(AccessDenied(message, path=where, hint=hint), again=False)
-    if status in _BUSY or code in _BUSY_CODES:
+    if status in _BUSY or code in union(lambda each: each.busy_codes):
         kind = "is throttled or overloaded" if status in (429, 503) else "failed"
         return _later(f"the origin {kind} (status {status or code}): {text}", where)
     if status in (404, 410) or "NoSuchBucket" in code:
@@ -244,34 +188,29 @@ def failure(error: BaseException, url: str) -> OriginError:
     return OriginError(ReadError(f"the origin failed: {text}", path=where), again=False)
 
 
-def _hdfs_failure(text: str, where: str) -> OriginError | None:
+def _meant(meaning: Meaning, scheme: Scheme, text: str, where: str) -> OriginError:
     error: FFServeError
-    match hdfs.meaning(text):
-        case hdfs.Meaning.DENIED:
-            hint = "check HADOOP_USER_NAME or the Kerberos ticket (klist), and this user's rights"
+    hint = scheme.hints.get(meaning)
+    match meaning:
+        case Meaning.DENIED:
             error = AccessDenied(f"the origin denies access: {text}", path=where, hint=hint)
             return OriginError(error, again=False)
-        case hdfs.Meaning.UNKNOWN:
-            hint = "give host and port of a NameNode, or set HADOOP_CONF_DIR to Hadoop's settings"
+        case Meaning.UNKNOWN:
             error = UsageError(f"unknown name service: {text}", path=where, hint=hint)
             return OriginError(error, again=False)
-        case hdfs.Meaning.LATER:
+        case Meaning.LATER:
             return _later(f"the origin failed: {text}", where)
-        case hdfs.Meaning.BROKEN:
+        case Meaning.BROKEN:
             return _later(f"the connection to the origin failed: {text}", where, answered=False)
-        case None:
-            return None
 
 
 def _is_connection(chain: list[BaseException], names: set[str]) -> bool:
-    if names & {"ConnectionError", "EndpointConnectionError", "ClientConnectionError", "EOFError",
-                "ClientPayloadError", "IncompleteReadError", "ResponseStreamingError",
-                "ConnectionClosedError", "SSHException", "gaierror", "ChunkedEncodingError",
-                "TransportError", "ServiceRequestError", "ServiceResponseError"}:  # fmt: skip
+    usual = {"ConnectionError", "EOFError", "gaierror"}
+    if names & (usual | union(lambda each: each.connection_errors)):
         return True
-    closed = ("Socket is closed", "Server connection dropped")  # of paramiko
+    closed = tuple(union(lambda each: each.closed_texts))
     return any(
-        isinstance(each, OSError) and (each.errno in hdfs.BROKEN or str(each).startswith(closed))
+        isinstance(each, OSError) and (each.errno in BROKEN or str(each).startswith(closed))
         for each in chain
     )
 
@@ -281,11 +220,11 @@ def _later(message: str, where: str, *, answered: bool = True) -> OriginError:
     return OriginError(ReadError(message, path=where, hint=hint), again=True, answered=answered)
 
 
-def _text(chain: list[BaseException]) -> str:
+def _text(chain: list[BaseException], scheme: Scheme) -> str:
     """Return the texts of a chain of exceptions, without what a URL must not show."""
     root = chain[-1]
     words = " ".join(str(root).split()) or type(root).__name__
-    words = _URL_INSIDE.sub(lambda found: urls.shown(found[0]), hdfs.shortened(words))
+    words = _URL_INSIDE.sub(lambda found: urls.shown(found[0]), scheme.shortened(words))
     return _QUERY_INSIDE.sub("?…", words)[:300]
 
 
@@ -302,7 +241,7 @@ def changed(url: str) -> ReadError:
 def failures(url: str) -> Iterator[None]:
     """Raise exceptions of fsspec in the block as OriginErrors."""
     try:
-        with hdfs.call() if hdfs.serves(url) else contextlib.nullcontext():
+        with scheme_of(url).call():
             yield
     except (OriginError, FFServeError):
         raise
@@ -338,8 +277,9 @@ def _identity(url: str, facts: dict[str, Any]) -> Identity:
     size = facts.get("size")
     if not isinstance(size, int) or size < 0:
         size = -1
-    tag = next((str(facts[name]) for name in _TAGS if facts.get(name)), "").strip('"')
-    modified = next((_seconds(facts[name]) for name in _TIMES if facts.get(name)), 0)
+    scheme = scheme_of(url)
+    tag = next((str(facts[name]) for name in scheme.tags if facts.get(name)), "").strip('"')
+    modified = next((_seconds(facts[name]) for name in scheme.times if facts.get(name)), 0)
     return Identity(url, size, tag, modified)
 
 
@@ -379,7 +319,7 @@ def find(
         be listed.
     """
     given = url
-    if urls.has_magic(url) and url.partition("://")[0].lower() in _URL_PATHS:
+    if urls.has_magic(url) and scheme_of(url).splits_query:
         url = url.replace("?", _ANY)
     system, path = file_system(url)
     search = _Search(system, _prefix(url, path), hidden, below)
@@ -525,7 +465,7 @@ class RemoteFile:
     def __init__(self, identity: Identity, access: Access | None = None) -> None:
         self.identity = identity
         self._access = access
-        self._free: list[tuple[int, Any]] = []
+        self._free: list[tuple[int, OpenVersion]] = []
         """Open files that nobody uses, each with the only thread that may use it; 0: all may. A
         connection of SFTP hangs when two threads use it."""
         self._lock = threading.Lock()
@@ -538,9 +478,8 @@ class RemoteFile:
         """
         identity = self.identity
         with failures(identity.url):
-            file, conditional = self._take()
-            file.seek(start)
-            content: bytes = file.read(end - start)
+            file = self._take()
+            content = file.fetch(start, end)
         if len(content) != end - start:
             message = (
                 f"the origin sent {len(content)} bytes for a range of {end - start} at {start}"
@@ -548,16 +487,15 @@ class RemoteFile:
             hint = "the origin ignores ranges, or the object was cut: open it again"
             error = ReadError(message, path=urls.shown(identity.url), hint=hint)
             raise OriginError(error, again=len(content) < end - start)
-        if not conditional and not self._same(identify(identity.url, self._access)):
+        if not file.conditional and not self._same(identify(identity.url, self._access)):
             raise OriginError(changed(identity.url), again=False)
-        shared = getattr(getattr(file, "fs", None), "async_impl", False)
         with self._lock:
-            self._free.append((0 if shared else threading.get_ident(), file))
+            self._free.append((0 if file.shared else threading.get_ident(), file))
         return content
 
     def after_fork(self) -> None:
-        """This process is a child: fsspec's file systems are not to be used there, nor freed."""
-        hdfs.inherited.append(self._free)
+        """This process is a child: the parent's file systems are not to be used here, nor freed."""
+        _inherited.append(self._free)
         self._free, self._pid = [], os.getpid()
         self._lock = threading.Lock()
 
@@ -567,59 +505,25 @@ class RemoteFile:
             return False
         return found.modified == mine.modified or not found.modified or not mine.modified
 
-    def _take(self) -> tuple[Any, bool]:
-        """Return an open file that no other thread uses, and whether its reads are conditional."""
+    def _take(self) -> OpenVersion:
+        """Return an open file that no other thread uses."""
         with self._lock:
             if self._pid != os.getpid():
                 self.after_fork()
             mine = (0, threading.get_ident())
             place = next((k for k, (owner, _) in enumerate(self._free) if owner in mine), None)
             file = None if place is None else self._free.pop(place)[1]
-        if file is None:
-            file = self._open()
-        conditional = getattr(file, "conditional", False)
-        return file, conditional or bool(getattr(file, "req_kw", {}).get("IfMatch"))
+        return self._open() if file is None else file
 
-    def _open(self) -> Any:
+    def _open(self) -> OpenVersion:
         identity = self.identity
         system, path = file_system(identity.url, self._access)
-        if isinstance(system, Objects):
-            return system.open(path, version=identity.tag)
-        protocol = identity.url.partition("://")[0].lower()
-        if protocol == "hf":
-            return self._open_commit(system, path)
-        options: dict[str, Any] = {}
-        if protocol in ("http", "https"):
-            # Offsets are those of the file, not of its compressed form.
-            headers = {**system.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
-            options = {"size": identity.size, "headers": headers}
-            if identity.tag and not identity.tag.startswith("W/"):
-                options["headers"]["If-Match"] = f'"{identity.tag}"'
-        try:
-            file = system.open(path, "rb", cache_type="none", **options)
-        except TypeError:  # of a file system whose files have no cache
-            file = system.open(path, "rb")
-        facts = getattr(file, "details", None)
-        if protocol in ("s3", "s3a") and facts:
-            # What was opened just now is what every read is conditional on.
-            found = _identity(identity.url, facts)
-            if not self._same(found):
-                raise OriginError(changed(identity.url), again=False)
+        scheme = scheme_of(identity.url)
+        file = scheme.open(system, path, size=identity.size, tag=identity.tag)
+        if file.facts is not None and not self._same(_identity(identity.url, file.facts)):
+            raise OriginError(changed(identity.url), again=False)
         return file
 
-    def _open_commit(self, system: Any, path: str) -> Any:
-        """Open a file of the Hugging Face Hub at the present commit, which nobody can change."""
-        hub = importlib.import_module("huggingface_hub")
-        found = system.resolve_path(path)
-        if not hasattr(found, "repo_id"):  # a bucket, which has no commits
-            return system.open(path, "rb", cache_type="none")
-        api = hub.HfApi(endpoint=system.endpoint, token=system.token)
-        asked = {"repo_type": found.repo_type, "revision": found.revision, "timeout": SILENT_S}
-        commit = api.repo_info(found.repo_id, **asked).sha
-        before = hub.constants.REPO_TYPES_URL_PREFIXES.get(found.repo_type, "")
-        pinned = f"{before}{found.repo_id}@{commit}/{found.path_in_repo}"
-        file = system.open(pinned, "rb", cache_type="none")
-        if not self._same(_identity(self.identity.url, file.details)):
-            raise OriginError(changed(self.identity.url), again=False)
-        file.conditional = True
-        return file
+
+_inherited: list[list[tuple[int, OpenVersion]]] = []
+"""Open files of the parent process, which are never freed here."""

@@ -8,9 +8,9 @@ import re
 from urllib.parse import urlsplit, urlunsplit
 
 from ffserve.errors import UsageError
+from ffserve.store.schemes import scheme_of
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_WEB = ("http", "https")
 NAME_MAX = 255
 """Bytes of a part of a path."""
 
@@ -21,8 +21,8 @@ def is_url(path: str) -> bool:
 
 
 def is_web(url: str) -> bool:
-    """Whether a URL is one of HTTP: a question mark begins its query."""
-    return url.partition("://")[0].lower() in _WEB
+    """Whether a URL is a web address: a question mark begins its query."""
+    return scheme_of(url).has_query
 
 
 def shown(url: str) -> str:
@@ -39,7 +39,7 @@ def shown(url: str) -> str:
     if "@" in host:
         user, _, place = host.rpartition("@")
         host = f"{user.partition(':')[0]}@{place}"
-    web = parts.scheme in _WEB
+    web = is_web(url)
     query = "…" if parts.query and web else parts.query
     return urlunsplit((parts.scheme, host, parts.path, query, "" if web else parts.fragment))
 

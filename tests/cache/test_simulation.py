@@ -33,10 +33,10 @@ from ffserve.cache.tables import Directory, ShardTable
 from ffserve.config import ServerConfig
 from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT
 from ffserve.errors import Failure, ProtocolError
-from ffserve.memfd import MemoryFile, SharedMemory
 from ffserve.protocol import Message
+from ffserve.server.files.preparations import Preparations
 from ffserve.server.life.resize import Resizing
-from ffserve.server.prepared.claims import Claims, Preparations
+from ffserve.server.prepared.claims import Claims
 from ffserve.server.reading.requests import GrantedLease, Requester
 from ffserve.server.reading.scheduler import GIVE_UP_S, Scheduler
 from ffserve.server.reading.statistics import Statistics
@@ -49,6 +49,7 @@ from ffserve.server.status.faults import Faults
 from ffserve.server.users.access import Peer
 from ffserve.server.users.domains import Domain, Domains
 from ffserve.server.users.shares import User, Users
+from ffserve.system.memfd import MemoryFile, SharedMemory
 
 Int64s = NDArray[np.int64]
 MIB = 1 << 20

@@ -123,7 +123,8 @@ def test_an_acl_that_allows(daemon: Daemon, folder: Path) -> None:
 def test_a_daemon_needs_no_permission_of_its_own(folder: Path) -> None:
     """Files without tables too, of which it keeps index files, and damage that it explains."""
     patch = (
-        "import os, uvloop, ffserve.cli.serve, ffserve.server.life.daemon, ffserve.cli.terminal\n"
+        "import os, uvloop, ffserve.cli.daemon.serve, ffserve.cli.terminal\n"
+        "import ffserve.server.life.daemon\n"
         f"os.setgroups([]); os.setgid({BOB}); os.setuid({BOB})"
     )
     large = [bytes([i]) * 30_000 for i in range(60)]
@@ -553,9 +554,9 @@ def test_a_daemon_without_descriptors_says_so(folder: Path) -> None:
         write(few / f"{k:03}.ffr", [b"x"])
     patch = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
-        "import ffserve.server.files.catalog as c; real = c.Catalog.__init__\n"
-        "def more(self, *a):\n    real(self, *a); self._most_open = 1000; self._most_asked = 253\n"
-        "c.Catalog.__init__ = more"
+        "import ffserve.server.files.holding as h; real = h.DescriptorBudget.__init__\n"
+        "def more(self, *a):\n    real(self, *a); self._most_open = 1000; self.most_asked = 253\n"
+        "h.DescriptorBudget.__init__ = more"
     )
     refused = r"cannot accept a client, trying again: .*"
     with serving(patch=patch, expect=[refused]) as daemon:

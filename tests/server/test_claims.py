@@ -10,7 +10,8 @@ import pytest
 import ffserve.server.prepared.claims
 from ffserve.cache.tables import Directory
 from ffserve.protocol import ELSEWHERE, READABLE, UNSHARED, YOURS
-from ffserve.server.prepared.claims import CLAIM_S, Claims, Preparation, Preparations, WaitingClaim
+from ffserve.server.files.preparations import Preparation, Preparations
+from ffserve.server.prepared.claims import CLAIM_S, Claims, WaitingClaim
 
 COUNT = 12
 TABLES = ["_claims", "_awaited", "_held", "_waiting", "_amounts"]

@@ -132,9 +132,10 @@ def test_another_file_with_the_identity_of_a_closed_one(tmp_path: Path) -> None:
     first = write(tmp_path / "a.ffr", [b"one", b"two"])
     second = write(tmp_path / "b.ffr", [b"1ne", b"2wo"])
     patch = (
-        "import ffserve.server.files.opening as o\nreal = o.identities_of\n"
-        "o.identities_of = lambda s: [(device, 7, size, 7, 7) for device, _, size, *_ in real(s)]\n"
-        "import ffserve.server.files.catalog as c\nc._ended_of = lambda shards: []"
+        "import ffserve.server.files.parsing as p\nreal = p.identities_of\n"
+        "p.identities_of = lambda states: [\n"
+        "    each._replace(inode=7, mtime_ns=7, ctime_ns=7) for each in real(states)\n]\n"
+        "import ffserve.server.files.closing as c\nc._ended_of = lambda shards: []"
     )
     with serving(options=SOON, patch=patch) as daemon:
         assert read_all(daemon, first) == [b"one", b"two"]
@@ -163,7 +164,8 @@ def test_closed_shards_give_way_when_memory_is_needed(tmp_path: Path) -> None:
 
 def test_only_so_many_closed_shards_are_kept(tmp_path: Path) -> None:
     paths = [write(tmp_path / f"{k:02}.ffr", [b"%d" % k] * 5) for k in range(30)]
-    patch = "import ffserve.server.files.catalog as c; c.MOST_CLOSED = 10; c.DROP_COUNT = 2"
+    patch = "import ffserve.server.files.holding as h; h.MOST_CLOSED = 10\n"
+    patch += "import ffserve.server.files.closing as c; c.DROP_COUNT = 2"
     with serving(options=SOON, patch=patch) as daemon:
         for path in paths:
             read_all(daemon, path)

@@ -52,7 +52,7 @@ from ffserve.errors import (
     ServerUnavailable,
     TruncatedError,
 )
-from ffserve.machine import usable_memory
+from ffserve.system.machine import usable_memory
 
 AS_NOBODY = """
 import os, sys, ffserve
@@ -765,7 +765,7 @@ def test_requests_longer_than_a_slice_changed_the_watch_twice(tmp_path: Path) ->
 def test_idle_shards_give_up_their_descriptors_for_new_ones(tmp_path: Path) -> None:
     """Several clients at once; a shard may be opened again while it is dropped in steps."""
     patch = (
-        "import resource, ffserve.server.files.catalog as c; c.DROP_COUNT = 2\n"
+        "import resource, ffserve.server.files.closing as c; c.DROP_COUNT = 2\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))"
     )
     truth = [[sample(5 * k + i) for i in range(5)] for k in range(300)]

@@ -385,14 +385,14 @@ from ffserve.cache.orders import done
 from ffserve.config import ServerConfig
 from ffserve.server.users.access import Peer
 from ffserve.server.status.report import status
-from ffserve.server.files.shards import OpenShard
+from ffserve.server.files.shards import FileIdentity, OpenShard, ShardKey
 from ffserve.server.sessions.state import ServerState
 state = ServerState(ServerConfig(arena_size_bytes=32 << 20))
 owner, catalog = (0, 0), state.files.catalog
 source = OpenShard(
-    ((1, 2, 3, 4, 5), None, True, False, None, 7), "/a.ffr", "ffrecord", fd=-1, size=0, count=9,
-    base=0, checksum_kind=0, fingerprint=6, alignment=1, cached_fd=-1, payload_size=900, device=1,
-    scanned=None, domain=state.domains.obtain(owner),
+    ShardKey(FileIdentity(1, 2, 3, 4, 5), None, True, False, None, 7), "/a.ffr", "ffrecord",
+    fd=-1, size=0, count=9, base=0, checksum_kind=0, fingerprint=6, alignment=1, cached_fd=-1,
+    payload_size=900, device=1, scanned=None, domain=state.domains.obtain(owner),
 )
 kept, gone = (catalog.open_prepared([source], [0], key * 32, "p", owner) for key in (b"k", b"g"))
 """
@@ -404,7 +404,7 @@ def test_a_shard_that_was_forgotten_during_a_report_ended_the_daemon() -> None:
 catalog.close(gone, owner)
 steps = status(state, 1.0, Peer(1, 0, 0))
 assert next(steps) is None and next(steps) is None  # the shards that there are at the beginning
-asyncio.run(catalog._forget(gone))
+asyncio.run(catalog.closer.forget(gone))
 assert [row["count"] for row in done(steps)["shards"]] == [9]
 state.close()
 """
@@ -417,7 +417,7 @@ bases = [kept[0].base, gone[0].base]
 state.slow_read(np.array(bases), 1.0, 2.0)
 assert list(state.faults.slow_reads) == bases
 catalog.close(gone, owner)
-asyncio.run(catalog._forget(gone))
+asyncio.run(catalog.closer.forget(gone))
 assert list(state.faults.slow_reads) == bases[:1]
 state.close()
 """

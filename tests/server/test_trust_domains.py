@@ -168,9 +168,8 @@ def test_files_that_the_daemons_own_user_may_read_are_common_if_the_administrato
             os.chown(path, 0, TEAM)
             os.chmod(path, 0o640)
             os.chown(folder, CAROL, CAROL)
-            program = (
-                f"import encodings.ascii, ffserve.cli.serve, ffserve.server.life.daemon\n{AS_USER}"
-            )
+            program = "import encodings.ascii, ffserve.cli.daemon.serve\n"
+            program += f"import ffserve.server.life.daemon\n{AS_USER}"
             program += "from ffserve.cli import main\nraise SystemExit(main())"
             place = str(folder / "other")
             serve = ["serve", "--socket", place, "--arena", "16MiB", "--socket-mode", "0666"]

@@ -28,10 +28,10 @@ from ffserve.cache.inventory import NAME, SHARD, Inventory
 from ffserve.client.shared_memory import DaemonSource
 from ffserve.config import ServerConfig
 from ffserve.errors import AccessDenied, ReadError, ServerUnavailable
-from ffserve.memfd import sealed_file
 from ffserve.server.life import handover
 from ffserve.server.life.daemon import EXIT_FAULT
 from ffserve.server.life.restart import MOST_ATTEMPTS, PAGE_NAME, take
+from ffserve.system.memfd import sealed_file
 
 SIZES = (0, 1, 511, 512, 513, 5000, 70_000)
 COUNT = 400
@@ -176,7 +176,7 @@ def test_memory_of_a_user_that_is_lost_is_given_to_the_next_user() -> None:
 
 
 def test_shards_beyond_the_limit_wait_for_their_jobs(tmp_path: Path) -> None:
-    patch = "import ffserve.server.files.catalog as c; c.MOST_CLOSED = 2\n"
+    patch = "import ffserve.server.files.holding as c; c.MOST_CLOSED = 2\n"
     patch += "import ffserve.server.sessions.server as s; s.TEND_INTERVAL_S = 0.05"
     with managed(patch=patch) as daemon:
         files = [write(tmp_path / f"{k}.ffr", SAMPLES[k : k + 20]) for k in range(5)]
@@ -542,7 +542,7 @@ def test_shards_are_compared_with_their_files(paths: list[str]) -> None:
 
 def test_entries_that_point_elsewhere_are_dropped(paths: list[str]) -> None:
     from ffserve.cache.tables import ENTRY_DTYPE
-    from ffserve.memfd import MemoryFile, SharedMemory
+    from ffserve.system.memfd import MemoryFile, SharedMemory
 
     rng = np.random.default_rng(0)
     with managed(arena="16MiB") as daemon:

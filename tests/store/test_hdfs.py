@@ -21,7 +21,8 @@ from store_servers import small_store, written
 import ffserve
 from ffserve.cli import run
 from ffserve.errors import AccessDenied, MissingFile, ReadError, UsageError
-from ffserve.store import fetching, hdfs, origin
+from ffserve.store import fetching, origin
+from ffserve.store.schemes import hdfs
 
 pytestmark = pytest.mark.stores
 COUNT = 5000

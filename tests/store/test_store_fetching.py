@@ -16,9 +16,10 @@ from daemon import until
 from origins import HttpOrigin, http_origin
 
 from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError, UsageError
-from ffserve.store import fetching, origin, urls
+from ffserve.store import fetching, urls
 from ffserve.store.directory import Store
 from ffserve.store.fetching import NOW, Fetcher, OpenObject, identity_of, listing
+from ffserve.store.schemes.base import Scheme
 
 pytest.importorskip("fsspec")
 pytest.importorskip("aiohttp")
@@ -278,7 +279,7 @@ def test_an_origin_that_says_nothing_has_failed(
 ) -> None:
     for name, value in (("CONTACT_S", 0.2), ("GIVE_UP_S", 0.2)):
         monkeypatch.setattr(fetching, name, value)
-    monkeypatch.setattr(origin, "SILENT_S", 0.3)
+    monkeypatch.setattr(Scheme, "silent_s", 0.3)
     url = server.put("a.bin", b"x")
     server.stalled.set()
     with pytest.raises(ReadError, match="did not answer in time"):

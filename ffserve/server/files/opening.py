@@ -1,403 +1,369 @@
-"""Opening: files are checked, identified and read beside the loop, those of one message together.
+"""Opening: the files of a data set become shards, each opened and parsed once for all sessions.
 
-A data set may have ten thousand files, of which a client passes some hundred at a time. Their
-tables are read by `ffserve/reads/opening.py`, and entered into the directory. Remote files are
-opened one by one.
-
-A file system can hang in any call on its files, and an origin in any request, so all of this runs
-in threads. Who waits for a file that another session opens must not wait for the other files of
-that session: an `Opening` says for which file the time passes.
+The daemon reads a file through descriptors that clients opened (`users/access.py`). Shards that the
+client's user has proven are held at once. For the others the client is asked for descriptors, some
+hundred at a time; it opens the next files while `parsing.py` parses those that it has passed, in a
+thread. A file that another session opens is waited for, not opened twice. Remote files are opened
+by the store (`remote.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import threading
+import errno
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from functools import partial
 
-import numpy as np
-
-from ffserve.cache.tables import Directory
-from ffserve.dtypes import Int32s, Int64s
-from ffserve.engine.io import open_direct_all
-from ffserve.engine.opening import States, clear_flags, close_fds, stat_fds
+from ffserve.disk.files import os_error
+from ffserve.engine.opening import close_fds
 from ffserve.errors import FFServeError, ReadError
-from ffserve.files import os_error
-from ffserve.reads.opening import How, OpenFiles, Tables, enter, read_single, read_together
-from ffserve.reads.page_cache import open_cached
-from ffserve.server.files.remote import RemoteFiles, RemoteShard, Wanted, blocks_of
-from ffserve.server.files.shards import Identity, Key, OpenShard, PassedFile, Request
-from ffserve.server.users.access import Peer, Rules
+from ffserve.server.files.admission import Admission
+from ffserve.server.files.closing import ShardCloser
+from ffserve.server.files.entering import ShardEntries
+from ffserve.server.files.holding import HOLD_COUNT, HeldShards, OpenSettings
+from ffserve.server.files.parsing import (
+    Identified,
+    IdentifiedFiles,
+    IdentifiedObjects,
+    OpeningGroup,
+    ShardParser,
+    close_passed,
+)
+from ffserve.server.files.remote import (
+    ASKED_AT_ONCE,
+    WantedFile,
+)
+from ffserve.server.files.shards import (
+    FileIdentity,
+    OpenShard,
+    PassedFile,
+    Passing,
+    Request,
+    ShardKey,
+)
+from ffserve.server.users.access import Peer, viewer_of
 from ffserve.server.users.domains import Domain
-from ffserve.store.fetching import OpenObject
+from ffserve.server.users.threads import in_thread
 
-JOIN_S = 1.0
-"""How long a session waits for a file that waits for other files of another session. To open 253
-small files takes 30 ms, and longer where their file system is slow."""
-SINGLY_S = 0.1
-"""After files were opened one by one for so long, what was opened is entered: others may wait for
-one of them."""
-
-
-@dataclass(slots=True, eq=False)
-class Opening:
-    """Files that a thread opens together.
-
-    begun: monotonic time. alone: whether it is one file. ended: its result says that the thread has
-    ended, whatever became of the files.
-    """
-
-    begun: float
-    alone: bool
-    ended: asyncio.Future[None]
-    current: Key | None = None
-    """The file that the thread reads by itself, which takes minutes if it must be scanned."""
-
-    def holds_up(self, key: Key, now: float) -> bool:
-        """Whether one of these files waits for others of them for too long."""
-        return now - self.begun > JOIN_S and not self.alone and self.current != key
+REMOTE_COUNT = 64
+"""So many remote files of an OPEN are identified together."""
+LOOK_S = 0.25
+"""A session that waits for files which others open looks so often whether these wait for something
+else by now."""
 
 
-@dataclass(slots=True)
-class IdentifiedFiles:
-    """Passed files that were checked, by these rules. opened: the same, with their heads. keys: of
-    their shards."""
+@dataclass(frozen=True, slots=True)
+class PendingOpen:
+    """An OPEN that is not answered yet. found: the shards that are held, by position."""
 
-    rules: Rules
-    passed: list[PassedFile]
-    opened: OpenFiles
-    keys: list[Key]
-
-    @property
-    def paths(self) -> list[str]:
-        """Their names."""
-        return self.opened.paths
-
-    @property
-    def positions(self) -> list[int]:
-        """In the OPEN."""
-        return [one.position for one in self.passed]
-
-
-@dataclass(slots=True)
-class IdentifiedObjects:
-    """Remote files of an OPEN. keys: of their shards. objects: with this peer's access, once it has
-    been checked; None: it belongs to a shard."""
-
-    remote: RemoteFiles
+    request: Request
     peer: Peer
-    wanted: list[Wanted]
-    paths: list[str]
-    keys: list[Key]
-    objects: list[OpenObject | None] = field(default_factory=list)
-
-    def identify(self, unproven: list[Wanted]) -> IdentifiedObjects:
-        """Open the objects; ask the origins whether the peer may read those that are unproven.
-        Raises: as `RemoteFiles.identify`."""
-        self.objects += self.remote.identify(self.wanted, unproven, self.peer)
-        return self
-
-    def close(self) -> None:
-        """Give back the objects that belong to no shard."""
-        self.remote.close([opened for opened in self.objects if opened is not None])
-        self.objects.clear()
-
-    @property
-    def positions(self) -> list[int]:
-        """In the OPEN."""
-        return [one.position for one in self.wanted]
-
-    def take(self, row: int) -> OpenObject:
-        """Return an object, which belongs to a shard from now on."""
-        opened, self.objects[row] = self.objects[row], None
-        assert opened is not None
-        return opened
-
-    def give(self, row: int, shard: OpenShard) -> None:
-        """Give the object to a shard, unless that has one with the same access: later reads use the
-        access that came last, since credentials expire."""
-        owner, digest = self.peer.owner, self.wanted[row].access.digest
-        remote = shard.remote
-        assert remote is not None
-        known = remote.objects.get(owner)
-        if known is None or known.access is None or known.access.digest != digest:
-            remote.objects[owner] = self.take(row)
-            self.objects[row] = known
-        remote.proofs[owner] = digest
+    found: dict[int, OpenShard] = field(default_factory=dict)
 
 
-Identified: TypeAlias = IdentifiedFiles | IdentifiedObjects
-
-
-def close_passed(files: list[PassedFile]) -> None:
-    """Close descriptors that clients passed. It may wait for their file systems."""
-    fds = [fd for one in files for fd in (one.fd, one.index) if fd is not None and fd >= 0]
-    for one in files:
-        one.fd, one.index = -1, None
-    close_fds(fds)
-
-
-class Opener:
-    """Opens shards in threads.
-
-    Args:
-        rules, max_chunk_size: see `catalog.Catalog`.
-        spare: returns how many files may be open a second time, besides those that are.
-    """
+class ShardOpener:
+    """Opens the files of data sets."""
 
     def __init__(
-        self, directory: Directory, rules: Rules, max_chunk_size: int, spare: Callable[[], int]
+        self,
+        held: HeldShards,
+        entries: ShardEntries,
+        closer: ShardCloser,
+        settings: OpenSettings,
     ) -> None:
-        self._directory = directory
-        self.rules = rules
-        self.max_chunk_size = max_chunk_size
-        self._spare = spare
-        self.lock = threading.Lock()
-        """Guards the numbers of the directory, the domains, and `cached_count`."""
-        self.cached_count = 0
-        """Files that are open a second time."""
+        self._held = held
+        self._entries = entries
+        self._closer = closer
+        self._settings = settings
+        self._tables = held.tables
+        self._admission = Admission(held, closer)
+        self._parser = ShardParser(held.tables, held.budget, settings)
+        self._opening: dict[ShardKey, OpeningGroup] = {}
+        """Files that are being opened, with those that are opened together."""
 
-    # ---- whose files they are -------------------------------------------------------------------
+    async def open(self, request: Request, peer: Peer, passing: Passing) -> list[OpenShard]:
+        """Open the shards of one data set for one session; `HeldShards.release` gives them back.
 
-    def identify(self, request: Request, passed: list[PassedFile], peer: Peer) -> IdentifiedFiles:
-        """Check passed files. Raises: AccessDenied, ReadError."""
-        rules = self.rules
-        paths = [request.paths[one.position] for one in passed]
-        fds = np.array([one.fd for one in passed], np.int32)
-        with rules.domains(peer) as domains_of:
-            files = rules.check(fds, paths, peer)
-            _check_indexes(rules, passed, paths, peer)
-            # The tables are read through the page cache.
-            with contextlib.suppress(OSError):
-                clear_flags(fds, os.O_DIRECT | os.O_NONBLOCK)
-            indexes = [one.index for one in passed]
-            sizes = files.states["size"].copy()
-            opened = OpenFiles.of(fds.tolist(), paths, sizes, request.format, indexes)
-            owners = domains_of(files)
-        how = request.verify, request.tolerant
-        rows = zip(identities_of(files.states), opened.formats, owners, strict=True)
-        keys: list[Key] = [(identity, name, *how, owner, -1) for identity, name, owner in rows]
-        return IdentifiedFiles(rules, passed, opened, keys)
-
-    # ---- their tables ---------------------------------------------------------------------------
-
-    def open(
-        self,
-        request: Request,
-        files: Identified,
-        rows: list[int],
-        domains: list[Domain],
-        opening: Opening,
-    ) -> list[OpenShard]:
-        """Open the shards of some files, and close the passed descriptors of these. If that takes
-        long, only those of the first files; of remote files that of the first one.
-
-        Args: domains: the domain of each.
-        Raises: FFServeError: of the first that cannot be opened; then none is. OSError with EMFILE.
+        Raises: AccessDenied, FormatError, ChecksumError, TruncatedError, ReadError: of the first
+            shard that cannot be served; then none is held.
         """
-        if isinstance(files, IdentifiedObjects):
-            return [self._open_object(request, files, rows[0], domains[0])]
-        paths, keys = [files.paths[k] for k in rows], [files.keys[k] for k in rows]
-        fds = np.array([files.passed[k].fd for k in rows], np.int32)
-        _check_unchanged(fds, keys, paths)
-        tables = self._read(request, files, rows, opening)
-        passed, fds = [files.passed[k] for k in rows[: len(tables)]], fds[: len(tables)]
-        keys, paths, domains = keys[: len(tables)], paths[: len(tables)], domains[: len(tables)]
-        counts = [each.count for each in tables]
-        bases = self._reserve(counts, domains)
+        pending = PendingOpen(request, peer)
         try:
-            enter(tables, bases, paths, self._directory)
-            opened, alignments = _reopen(fds, paths)
+            left: list[int] = []
+            for first in range(0, len(request.paths), HOLD_COUNT):
+                some = range(first, min(first + HOLD_COUNT, len(request.paths)))
+                request.name(some)
+                local = [k for k in some if k not in request.remote] if request.remote else some
+                left += self._hold_proven(pending, local)
+                await asyncio.sleep(0)
+            if request.remote:
+                positions = sorted(request.remote)
+                with self._admission.promising(request, peer.owner, positions):
+                    await self._admission.make_room(request, peer, positions)
+                    await self._open_remote(pending, positions)
+            if left:
+                with self._admission.promising(request, peer.owner, left):
+                    await self._admission.make_room(request, peer, left)
+                    await self._open_local(pending, left, passing)
         except BaseException:
-            self._release(bases, counts, domains)
+            self._held.release(list(pending.found.values()), peer.owner)
             raise
-        cached = self._open_cached(opened, alignments, bases, tables, keys)
-        close_passed(passed)
-        fds_of = zip(opened.tolist(), cached.tolist(), strict=True)
-        columns = zip(tables, keys, paths, bases, domains, fds_of, alignments.tolist(), strict=True)
-        return [self._shard(request, *each) for each in columns]
+        return [pending.found[position] for position in range(len(request.paths))]
 
-    def _read(
-        self, request: Request, files: IdentifiedFiles, rows: list[int], opening: Opening
-    ) -> list[Tables]:
-        """Return the tables of the first files, at least one."""
-        how = How(
-            request.format, request.verify, request.tolerant, self.max_chunk_size, keep="inode"
-        )
-        found = read_together(files.opened, rows, how)
-        tables: list[Tables] = []
-        begun = time.monotonic()
-        for k in rows:
-            single = k not in found
-            if single and time.monotonic() - begun > SINGLY_S:
-                break
-            opening.current = files.keys[k] if single else None
-            tables.append(read_single(files.opened, k, how) if single else found[k])
-        opening.current = None
-        return tables
+    # ---- which files ----------------------------------------------------------------------------
 
-    # ---- remote files ---------------------------------------------------------------------------
+    def _hold_proven(self, pending: PendingOpen, positions: Sequence[int]) -> list[int]:
+        """Hold the shards that this peer's owner has proven; return the positions of the others."""
+        owner, aliases = pending.peer.owner, pending.request.aliases
+        left, held = [], []
+        shards = self._held.proven([aliases[position] for position in positions], owner)
+        for position, shard in zip(positions, shards, strict=True):
+            if shard is None:
+                left.append(position)
+            else:
+                held.append(shard)
+                pending.found[position] = shard
+        self._held.hold(held, owner)
+        return left
 
-    def _open_object(
-        self, request: Request, files: IdentifiedObjects, row: int, domain: Domain
-    ) -> OpenShard:
-        path, key, opened = files.paths[row], files.keys[row], files.objects[row]
-        assert opened is not None
-        shard = files.remote.parse(opened, request.format, request.verify, request.tolerant)
-        tables = Tables.of(shard, self.max_chunk_size)
-        (base,) = self._reserve([shard.count], [domain])
-        fd = -1
+    async def _open_local(self, pending: PendingOpen, left: list[int], passing: Passing) -> None:
+        """Open the shards at some positions. The client opens the next files while those that it
+        has passed are parsed."""
+        request, peer, most = pending.request, pending.peer, self._held.budget.most_asked
+        asking: asyncio.Future[list[PassedFile]] | None = None
+        asked: list[int] = []
         try:
-            enter([tables], [base], [path], self._directory)
-            rows = slice(base, base + shard.count)
-            directory = self._directory
-            offsets = directory.offsets[rows].astype(np.int64)
-            lengths = directory.lengths(np.arange(base, base + shard.count))
-            blocks = blocks_of(shard, tables.chunked, offsets, lengths, opened.stored.block_size)
-            fd = opened.stored.open_data()
-            (direct,), alignments = _reopen(np.array([fd], np.int32), [path])
+            while left or asking is not None:
+                passed: list[PassedFile] = []
+                if asking is not None:
+                    passed, asking = await asking, None
+                    left = asked[len({one.position for one in passed}) :] + left
+                asked, left = left[:most], left[most:]
+                asked = self._hold_proven(pending, asked)
+                try:
+                    if asked:
+                        await self._admission.make_room(request, peer, asked)
+                        asking = asyncio.ensure_future(passing(asked))
+                    if passed:
+                        taken, passed = passed, []
+                        identify = partial(self._parser.identify, request, taken, peer)
+                        await self._obtain(pending, identify, partial(close_passed, taken))
+                finally:
+                    if passed:
+                        await in_thread(partial(close_passed, passed))
         except BaseException:
-            self._release([base], [shard.count], [domain])
+            if asking is not None:
+                asking.cancel()
+                with contextlib.suppress(asyncio.CancelledError, FFServeError):
+                    unused = await asking
+                    await in_thread(partial(close_passed, unused))
             raise
-        finally:
-            if fd >= 0:
-                os.close(fd)
-        # Blocks that have just come are in the page cache, and not on the disk yet.
-        cached = opened.stored.open_data() if alignments[0] > 1 and shard.count else -1
-        if cached >= 0:
-            os.posix_fadvise(cached, 0, 0, os.POSIX_FADV_RANDOM)
-            with self.lock:
-                self.cached_count += 1
-        taken = RemoteShard(opened.stored, {files.peer.owner: files.take(row)}, *blocks)
-        fds_of, alignment = (int(direct), cached), int(alignments[0])
-        return self._shard(request, tables, key, path, base, domain, fds_of, alignment, taken)
 
-    # ---- their shards ---------------------------------------------------------------------------
+    async def _open_remote(self, pending: PendingOpen, positions: list[int]) -> None:
+        """Open the remote files of an OPEN, some at a time."""
+        remote, request, peer = self._held.remote, pending.request, pending.peer
+        if remote is None or request.access is None:
+            raise ReadError(
+                "the daemon has no store for remote files",
+                path=request.paths[positions[0]],
+                hint="set [store] directory in its configuration",
+            )
+        urls = [request.remote[k].url for k in positions]
+        access = remote.access_for(peer, request.access, urls)
+        if not remote.fetcher.has_store:
+            await in_thread(remote.open_store)
+        for first in range(0, len(positions), REMOTE_COUNT):
+            some = positions[first : first + REMOTE_COUNT]
+            wanted = [remote.wanted(k, request.remote[k], access, peer) for k in some]
+            # The name without a format decides as the content does: a user's own choice.
+            how = request.format, request.verify, request.tolerant
+            keys = [ShardKey(FileIdentity(*one.file), *how, one.owner) for one in wanted]
+            rows = zip(wanted, keys, strict=True)
+            unproven = [one for one, key in rows if not self._may_read(one, key, peer)]
+            files = IdentifiedObjects(remote, peer, wanted, [request.paths[k] for k in some], keys)
+            await self._obtain(pending, partial(files.identify, unproven), files.close)
 
-    @staticmethod
-    def _shard(
-        request: Request,
-        tables: Tables,
-        key: Key,
-        path: str,
-        base: int,
-        domain: Domain,
-        fds: tuple[int, int],
-        alignment: int,
-        remote: RemoteShard | None = None,
-    ) -> OpenShard:
-        """Return a shard. Args: fds: `fd` and `cached_fd` of it."""
-        return OpenShard(
-            key=key,
-            path=path,
-            format=tables.format,
-            fd=fds[0],
-            size=key[0][2],
-            count=tables.count,
-            base=base,
-            checksum_kind=tables.kind if request.verify else 0,
-            fingerprint=tables.fingerprint,
-            alignment=alignment,
-            cached_fd=fds[1],
-            payload_size=tables.payload_size,
-            domain=domain,
-            chunked=tables.chunked,
-            device=key[0][0],
-            scanned=tables.scanned,
-            remote=remote,
-        )
+    def _may_read(self, one: WantedFile, key: ShardKey, peer: Peer) -> bool:
+        """Whether the origin has let this user read an open object with the same access."""
+        shard = self._held.open.get(key)
+        if shard is None or shard.remote is None or not shard.sessions:
+            return False
+        return shard.remote.proofs.get(peer.owner) == one.access.digest
 
-    # ---- their numbers --------------------------------------------------------------------------
+    # ---- local and remote files -----------------------------------------------------------------
 
-    def _reserve(self, counts: list[int], domains: list[Domain]) -> list[int]:
-        """Return the first number of each shard: shards of a domain are neighbours."""
-        bases: list[int] = []
-        totals: dict[int, int] = {}
-        for count, domain in zip(counts, domains, strict=True):
-            totals[domain.number] = totals.get(domain.number, 0) + count
-        with self.lock, contextlib.ExitStack() as undo:
-            following: dict[int, int] = {}
-            for number, total in totals.items():
-                following[number] = first = self._directory.reserve(total, number)
-                undo.callback(self._directory.release, first, total, number)
-            undo.pop_all()
-        for count, domain in zip(counts, domains, strict=True):
-            bases.append(following[domain.number])
-            following[domain.number] += count
-        return bases
-
-    def _release(self, bases: list[int], counts: list[int], domains: list[Domain]) -> None:
-        with self.lock:
-            for base, count, domain in zip(bases, counts, domains, strict=True):
-                self._directory.release(base, count, domain.number)
-
-    def _open_cached(
+    async def _obtain(
         self,
-        fds: Int32s,
-        alignments: Int64s,
-        bases: list[int],
-        tables: list[Tables],
-        keys: list[Key],
-    ) -> Int32s:
-        """Return `page_cache.open_cached` of the files with direct I/O, while there are descriptors
-        for them; -1 for others."""
-        cached = np.full(len(fds), -1, np.int32)
-        filled = [each.count > 0 for each in tables]
-        rows = np.flatnonzero((alignments > 1) & filled)[: max(self._spare(), 0)]
-        if len(rows):
-            begins = self._directory.offsets[np.array(bases, np.int64)[rows]].astype(np.int64)
-            ends = np.array([keys[k][0][2] for k in rows.tolist()], np.int64)
-            cached[rows] = open_cached(fds[rows], begins, ends)
-            with self.lock:
-                self.cached_count += int((cached >= 0).sum())
-        return cached
+        pending: PendingOpen,
+        identify: Callable[[], Identified],
+        close: Callable[[], object],
+    ) -> None:
+        """Hold the shards of some files of an OPEN.
+
+        Args: identify: checks the files; close: gives back what is not needed of them. Both are
+            called in threads.
+        """
+        try:
+            files = await in_thread(identify)
+            for owner in {key.owner for key in files.keys}:
+                while self._tables.domains.is_full(owner) and await self._closer.drop_oldest():
+                    pass
+            left = most = len(files.keys)
+            while left:
+                most = await self._open_missing(pending, files, most)
+                left = self._hold_opened(pending, files, range(len(files.keys)))
+        except asyncio.CancelledError:
+            raise  # The daemon ends, and a thread may still read the files.
+        except BaseException:
+            await in_thread(close)
+            raise
+        await in_thread(close)
+
+    async def _open_missing(self, pending: PendingOpen, files: Identified, most: int) -> int:
+        """Open those of some files that are neither open nor being opened, at most `most` at once;
+        if there are none, wait for those that other sessions open.
+
+        Returns: how many to open at once from now on: until they are closed, passed descriptors
+            take room beside the new ones.
+        """
+        now = time.monotonic()
+        mine: dict[ShardKey, int] = {}
+        others: set[asyncio.Future[None]] = set()
+        for k, key in enumerate(files.keys):
+            if key in self._held.open:
+                continue
+            group = self._opening.get(key)
+            if group is not None and not group.holds_up(key, now):
+                others.add(group.ended)
+            elif len(mine) < most:
+                mine.setdefault(key, k)
+        try:
+            if isinstance(files, IdentifiedObjects):
+                await self._open_each(pending, files, mine)
+            elif mine:
+                await self._open_new(pending, files, mine)
+        except OSError as error:
+            if len(mine) > 1 and _is_emfile(error) and isinstance(files, IdentifiedFiles):
+                return len(mine) // 2
+            failure = self._opening_error(error, files.paths[min(mine.values())])
+            if failure is error:
+                raise
+            raise failure from error
+        if not mine and others:
+            await asyncio.wait(others, timeout=LOOK_S)
+        return most
+
+    async def _open_each(
+        self, pending: PendingOpen, files: IdentifiedObjects, mine: dict[ShardKey, int]
+    ) -> None:
+        """Open remote files, each in a thread of its own, some at a time."""
+        limit = asyncio.Semaphore(ASKED_AT_ONCE)
+        failed: list[BaseException] = []
+
+        async def open_one(key: ShardKey, row: int) -> None:
+            async with limit:
+                if failed or key in self._held.open or key in self._opening:
+                    return
+                try:
+                    await self._open_new(pending, files, {key: row})
+                except BaseException as error:
+                    failed.append(error)
+
+        # After a failure, too, all threads are waited for: each user has a bounded number of them.
+        await asyncio.gather(*(open_one(key, row) for key, row in mine.items()))
+        if failed:
+            raise failed[0]
+
+    async def _open_new(
+        self, pending: PendingOpen, files: Identified, mine: dict[ShardKey, int]
+    ) -> None:
+        """Open the shards of some keys, by their rows, in a thread, and hold them."""
+        opened = self._held.open
+        ended = asyncio.get_running_loop().create_future()
+        group = OpeningGroup(time.monotonic(), len(mine) == 1, ended)
+        self._opening.update(dict.fromkeys(mine, group))
+        domains: list[Domain] = []
+        rows = list(mine.values())
+        try:
+            # Each domain counts its shards already, so that it is not dissolved while it is empty.
+            with self._tables.lock:
+                for key in mine:
+                    domains.append(self._tables.domains.obtain(key.owner))
+                    domains[-1].shards += 1
+            shards = await in_thread(
+                partial(self._parser.parse, pending.request, files, rows, domains, group)
+            )
+            fresh = [shard for shard in shards if shard.key not in opened]
+            self._entries.enter(fresh)
+            self._hold_opened(pending, files, rows)
+        finally:
+            for domain in domains:
+                domain.shards -= 1
+            for key in mine:
+                if self._opening.get(key) is group:
+                    del self._opening[key]
+            ended.set_result(None)
+        if len(fresh) < len(shards):
+            await self._discard([s for s in shards if opened.get(s.key) is not s])
+
+    async def _discard(self, shards: list[OpenShard]) -> None:
+        """Close shards whose files another session has opened in the meantime."""
+        fds = [fd for shard in shards for fd in self._held.take_fds(shard)]
+        with self._tables.lock:
+            for shard in shards:
+                self._tables.directory.release(shard.base, shard.count, shard.domain.number)
+        await in_thread(partial(close_fds, fds))
+
+    def _hold_opened(self, pending: PendingOpen, files: Identified, rows: Sequence[int]) -> int:
+        """Hold the shards of those identified files that are open. The peer has proven them now, if
+        the rules are still those by which the files were checked.
+
+        Returns: the number of the others. Another session opens them; if it fails for reasons of
+            its own, the next turn opens them for this one.
+        """
+        request, found = pending.request, pending.found
+        owner, positions = pending.peer.owner, files.positions
+        viewer, proof = viewer_of(owner), frozenset((owner,))
+        aliases, left, held = [], 0, []
+        for k in rows:
+            position = positions[k]
+            if position in found:
+                continue
+            shard = self._held.open.get(files.keys[k])
+            if shard is None:
+                left += 1
+                continue
+            found[position] = shard
+            held.append(shard)
+            aliases.append(request.aliases[position])
+            shard.names[viewer] = files.paths[k]
+            if isinstance(files, IdentifiedObjects):
+                files.give(k, shard)
+            elif files.rules is self._settings.rules:
+                if owner not in shard.proven:
+                    shard.proven = shard.proven | proof if shard.proven else proof
+                # The alias has what the daemon knows of the file, whatever the client says of it.
+                self._held.add_alias(shard, request.alias(position, files.keys[k].identity))
+        self._admission.opened(owner, aliases)
+        self._held.hold(held, owner)
+        return left
+
+    def _opening_error(self, error: OSError, path: str) -> Exception:
+        """Return the error for files that could not be opened."""
+        if _is_emfile(error):
+            return ReadError(
+                "too many files open in the daemon: others open files at the same time, and its "
+                f"limit is {self._held.budget.limit}",
+                path=path,
+                hint="try again, or raise the daemon's limit on open files (LimitNOFILE= in the "
+                "systemd unit, ulimit -n)",
+            )
+        return error if isinstance(error, FFServeError) else os_error(error, path)
 
 
-def _check_indexes(rules: Rules, passed: list[PassedFile], paths: list[str], peer: Peer) -> None:
-    """Close those index files that the rules do not allow. Whoever may write to the directory could
-    put them there: their files are read without."""
-
-    def are_allowed(rows: list[int]) -> bool:
-        with contextlib.suppress(FFServeError):
-            fds = np.array([passed[k].index for k in rows], np.int32)
-            rules.check(fds, [paths[k] for k in rows], peer)
-            return True
-        return False
-
-    rows = [k for k, one in enumerate(passed) if one.index is not None]
-    for k in [] if are_allowed(rows) else rows:
-        if not are_allowed([k]):
-            close_fds([index for index in (passed[k].index,) if index is not None])
-            passed[k].index = None
-
-
-def identities_of(states: States) -> list[Identity]:
-    """Return the identities of files."""
-    names = "device", "inode", "size", "mtime", "ctime"
-    return list(zip(*(states[name].tolist() for name in names), strict=True))
-
-
-def _check_unchanged(fds: Int32s, keys: list[Key], paths: list[str]) -> None:
-    """Raise a ReadError if a file is not what it was when its head was read."""
-    states, error = stat_fds(fds)
-    for identity, key, path in zip(identities_of(states), keys, paths, strict=False):
-        # ctime is left out: some file systems report another one each time.
-        if identity[:4] != key[0][:4]:
-            raise ReadError("the file changed while it was opened", path=path, hint="try again")
-    if error is not None:
-        raise os_error(error, paths[len(states)])
-
-
-def _reopen(fds: Int32s, paths: list[str]) -> tuple[Int32s, Int64s]:
-    try:
-        return open_direct_all(fds)
-    except OSError as error:
-        # It names /proc/self/fd/FD.
-        failed = os.path.basename(str(error.filename or ""))
-        named = dict(zip(map(str, fds.tolist()), paths, strict=True))
-        raise os_error(error, named.get(failed, paths[0])) from error
+def _is_emfile(error: Exception) -> bool:
+    """Whether an error, or its cause, says that no descriptor is left."""
+    return errno.EMFILE in (getattr(each, "errno", 0) for each in (error, error.__cause__))

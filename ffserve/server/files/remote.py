@@ -15,7 +15,6 @@ each place, so users share the network equally, and one whose origin hangs holds
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import logging
 import os
 import secrets
@@ -25,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -36,19 +35,13 @@ from ffserve.errors import FFServeError, FormatError, MissingFile, ReadError, Us
 from ffserve.formats.base import ChunkedShard, Shard
 from ffserve.protocol import EVERY
 from ffserve.server.users.access import OWN, Owner, Peer
-from ffserve.store.access import (
-    FAMILIES,
-    MODULES,
-    Access,
-    forget_own_settings,
-    quieten_packages,
-    served,
-)
+from ffserve.store.access import Access, forget_own_settings, quieten_packages, served
 from ffserve.store.blocks import StoredObject
 from ffserve.store.directory import Store, name_of, usual_limit
 from ffserve.store.fetching import Fetcher, OpenObject
 from ffserve.store.opening import parsed
 from ffserve.store.origin import Identity, changed, identify
+from ffserve.store.schemes import travelling
 from ffserve.store.urls import shown
 
 log = logging.getLogger("ffserve")
@@ -67,10 +60,8 @@ MOST_URL = 8192
 FDS_OF_OBJECT = 3
 """Descriptors of an object besides that of its shard."""
 
-FileIdentity: TypeAlias = tuple[int, int, int, int, int]
 
-
-class Wanted(NamedTuple):
+class WantedFile(NamedTuple):
     """A remote file of an OPEN.
 
     owner: of the domain that it belongs to. name: of the domain in the store. place: see
@@ -83,7 +74,7 @@ class Wanted(NamedTuple):
     owner: Owner | None
     name: str
     place: str
-    file: FileIdentity
+    file: tuple[int, int, int, int, int]
 
 
 @dataclass(slots=True, eq=False)
@@ -123,8 +114,7 @@ class RemoteFiles:
         """Whether it reads for its own user alone, with what that user's processes have."""
         self.directory = config.store_directory
         self.fetcher = Fetcher(lambda: self._made_store(_limit(config)), GIVE_UP_S)
-        there = {family for family, module in MODULES.items() if _is_installed(module)}
-        self.protocols = sorted(name for name, family in FAMILIES.items() if family in there)
+        self.protocols = travelling(installed=True)
         """What WELCOME offers."""
         self._common = frozenset(config.store_common)
         quieten_packages()
@@ -165,7 +155,7 @@ class RemoteFiles:
         """Whether the daemon fetches a URL for a peer."""
         return served(url) or (self.own and peer.is_self)
 
-    def wanted(self, position: int, identity: Identity, access: Access, peer: Peer) -> Wanted:
+    def wanted(self, position: int, identity: Identity, access: Access, peer: Peer) -> WantedFile:
         """Return whose a remote file is."""
         place = access.place(identity.url)
         owner = None if place in self._common else peer.owner
@@ -176,7 +166,7 @@ class RemoteFiles:
         digest = hashlib.blake2b(seed, digest_size=24).digest()
         inode, mtime, ctime = (int.from_bytes(digest[k : k + 8], "little") >> 1 for k in (0, 8, 16))
         file = self._device, inode, identity.size, mtime, ctime
-        return Wanted(position, identity, access, owner, name, place, file)
+        return WantedFile(position, identity, access, owner, name, place, file)
 
     def access_for(self, peer: Peer, access: Access, some: Sequence[str]) -> Access:
         """Return with what URLs are read for a peer: an access that its user has passed before, if
@@ -206,7 +196,7 @@ class RemoteFiles:
     # ---- in threads -----------------------------------------------------------------------
 
     def identify(
-        self, wanted: Sequence[Wanted], unproven: Sequence[Wanted], peer: Peer
+        self, wanted: Sequence[WantedFile], unproven: Sequence[WantedFile], peer: Peer
     ) -> list[OpenObject]:
         """Open objects for a peer; of those unproven, ask the origins whether it may read them.
 
@@ -222,10 +212,10 @@ class RemoteFiles:
             raise
         return found
 
-    def _check(self, wanted: Sequence[Wanted], peer: Peer) -> None:
+    def _check(self, wanted: Sequence[WantedFile], peer: Peer) -> None:
         """Ask origins whether a peer may read these versions."""
 
-        def ask(one: Wanted) -> None:
+        def ask(one: WantedFile) -> None:
             url = one.identity.url
             breaker = self.fetcher.breaker(pool_of(peer.owner, one.place))
             try:
@@ -263,7 +253,7 @@ class RemoteFiles:
                 raise
         return read()
 
-    def open_object(self, one: Wanted, owner: Owner) -> OpenObject:
+    def open_object(self, one: WantedFile, owner: Owner) -> OpenObject:
         """Open an object for a user; `close` gives it back. Raises: AccessDenied,
         ReadError."""
         pool = pool_of(owner, one.place)
@@ -306,7 +296,7 @@ def pool_of(owner: Owner, place: str) -> str:
     return f"{owner[0]} {owner[1]} {place}"
 
 
-def _for_all(call: Callable[[Wanted], object], items: Sequence[Wanted]) -> None:
+def _for_all(call: Callable[[WantedFile], object], items: Sequence[WantedFile]) -> None:
     """Make calls, several at once. Raises: the error of the first that failed."""
     futures: list[Future[None]] = [Future() for _ in items]
     left = iter(list(zip(items, futures, strict=True)))
@@ -365,16 +355,9 @@ def identity_from(
         raise ReadError(
             "the daemon does not fetch this URL",
             path=shown(url),
-            hint=f"it fetches {', '.join(name + '://' for name in sorted(FAMILIES))}",
+            hint=f"it fetches {', '.join(name + '://' for name in travelling())}",
         )
     return Identity(url, size, tag, modified)
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package above it
-        return False
 
 
 def store_fault(config: ServerConfig) -> FFServeError | None:

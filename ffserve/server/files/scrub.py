@@ -28,10 +28,10 @@ from ffserve.dtypes import Int64s
 from ffserve.engine.codec import checksums
 from ffserve.errors import STATUS_TRUNCATED, FFServeError, ReadError, status_error
 from ffserve.reads.damage import extent_checksum, other_paths, read_extent, right_status, whole
-from ffserve.server.files.catalog import Catalog, in_thread
+from ffserve.server.files.catalog import Catalog
 from ffserve.server.files.explaining import explained, look
 from ffserve.server.files.shards import OpenShard
-from ffserve.server.reading.scheduler import Scheduler
+from ffserve.server.users.threads import in_thread
 
 log = logging.getLogger("ffserve")
 
@@ -48,7 +48,7 @@ LOOK_S = 1.0
 
 
 @dataclass(slots=True)
-class Piece:
+class ScrubPiece:
     """Samples [first, first + n) of a shard, adjacent in its file; or one of its chunks.
 
     begins, lengths: int64[n]. expected: uint32[n].
@@ -80,8 +80,10 @@ class Damage:
 class Scrubber:
     """See the module's text.
 
-    Args: failed: called with shard, number, error and time for each sample that is damaged or
-        cannot be read.
+    Args:
+        is_idle: whether no request waits and no read is in flight.
+        failed: called with shard, number, error and time for each sample that is damaged or cannot
+            be read.
     """
 
     def __init__(
@@ -89,17 +91,17 @@ class Scrubber:
         catalog: Catalog,
         directory: Directory,
         cache: Cache,
-        scheduler: Scheduler,
+        is_idle: Callable[[], bool],
         failed: Callable[[OpenShard, int, FFServeError, float], object],
     ) -> None:
         self._catalog = catalog
         self._directory = directory
         self._cache = cache
-        self._scheduler = scheduler
+        self._is_idle = is_idle
         self._failed = failed
         self.rate = 0
         """Bytes a second; 0: none."""
-        self._pieces: Iterator[Piece | None] = iter(())
+        self._pieces: Iterator[ScrubPiece | None] = iter(())
         self._asked, self._idle_since = 0, 0.0
         self.passes = 0
         """How often all files were read to their end."""
@@ -140,17 +142,17 @@ class Scrubber:
     def _idle(self, now: float) -> bool:
         """Whether nothing was asked for lately."""
         asked = self._cache.counters.asked
-        if asked != self._asked or not self._scheduler.idle:
+        if asked != self._asked or not self._is_idle():
             self._asked, self._idle_since = asked, now
         return now - self._idle_since >= IDLE_S
 
-    def _next(self) -> Piece | None:
+    def _next(self) -> ScrubPiece | None:
         for piece in self._pieces:
             return piece
         self._pieces = self._all_pieces()
         return next(self._pieces, None)
 
-    def _all_pieces(self) -> Iterator[Piece | None]:
+    def _all_pieces(self) -> Iterator[ScrubPiece | None]:
         """Yield the pieces of the files that are open now; None for samples without bytes."""
         found = False
         for shard in [shard for part in self._catalog.shards() for shard in part]:
@@ -161,7 +163,7 @@ class Scrubber:
                 yield piece
         self.passes += found
 
-    def _piece(self, shard: OpenShard, position: int) -> tuple[Piece | None, int]:
+    def _piece(self, shard: OpenShard, position: int) -> tuple[ScrubPiece | None, int]:
         """Return what begins at a sample or chunk, and where the next one begins."""
         directory = self._directory
         if shard.chunked is not None:
@@ -170,7 +172,7 @@ class Scrubber:
             extent = np.array([begin], np.int64), np.array([end - begin], np.int64)
             first, none = int(chunks.firsts[position]), np.zeros(1, np.uint32)
             whole = chunks.sizes[position] > 0 and end > begin
-            piece = Piece(shard, first, *extent, none, position) if whole else None
+            piece = ScrubPiece(shard, first, *extent, none, position) if whole else None
             return piece, position + 1
         numbers = np.arange(position, min(position + PIECE_COUNT, shard.count)) + shard.base
         begins, lengths = directory.offsets[numbers].astype(np.int64), directory.lengths(numbers)
@@ -179,7 +181,7 @@ class Scrubber:
         apart = (gaps < 0) | (gaps > MOST_GAP) | (ends[1:] - begins[0] > PIECE_SIZE)
         count = int(apart.argmax()) + 1 if apart.any() else len(numbers)
         rows = slice(0, count)
-        piece = Piece(
+        piece = ScrubPiece(
             shard, position, begins[rows], lengths[rows], directory.checksums[numbers[rows]]
         )
         return (piece if piece.size > 0 else None), position + count
@@ -207,7 +209,7 @@ def _count(shard: OpenShard) -> int:
     return shard.count if shard.chunked is None else len(shard.chunked.chunks)
 
 
-def _check_and_close(fd: int, piece: Piece) -> list[Damage]:
+def _check_and_close(fd: int, piece: ScrubPiece) -> list[Damage]:
     """In a thread for which the daemon does not wait at its end: it closes the descriptor."""
     try:
         damage = check(fd, piece)
@@ -219,7 +221,7 @@ def _check_and_close(fd: int, piece: Piece) -> list[Damage]:
         os.close(fd)
 
 
-def check(fd: int, piece: Piece) -> list[Damage]:
+def check(fd: int, piece: ScrubPiece) -> list[Damage]:
     """Return the damage of a piece. Any thread."""
     if piece.chunk >= 0:
         error = _chunk_error(fd, piece)
@@ -233,7 +235,7 @@ def check(fd: int, piece: Piece) -> list[Damage]:
     return damage
 
 
-def _wrong(fd: int, piece: Piece) -> Int64s:
+def _wrong(fd: int, piece: ScrubPiece) -> Int64s:
     """Return which samples of a piece are wrong, or cannot be read, at the first read."""
     begin, kind = int(piece.begins[0]), piece.shard.checksum_kind
     wrong = np.flatnonzero(piece.lengths > 0)
@@ -251,7 +253,7 @@ def _wrong(fd: int, piece: Piece) -> Int64s:
 
 
 def _sample_error(
-    fd: int, piece: Piece, k: int, record: tuple[int, int, int]
+    fd: int, piece: ScrubPiece, k: int, record: tuple[int, int, int]
 ) -> FFServeError | None:
     """Return the error of a sample that is wrong at the second read, too."""
     offset, length, expected = record
@@ -270,7 +272,7 @@ def _sample_error(
     )
 
 
-def _chunk_error(fd: int, piece: Piece) -> FFServeError | None:
+def _chunk_error(fd: int, piece: ScrubPiece) -> FFServeError | None:
     """Return the error of a chunk that is damaged at the second read, too."""
     shard, begin = piece.shard.chunked, int(piece.begins[0])
     assert shard is not None

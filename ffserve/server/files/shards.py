@@ -1,6 +1,6 @@
 """Shards: the properties of a shard that the daemon has opened, and of the OPEN that asks for it.
 
-`catalog.py` opens and closes them; sessions read their tables, STATUS lists them.
+`opening.py` opens them and `closing.py` closes them; sessions read their tables, STATUS lists them.
 """
 
 from __future__ import annotations
@@ -8,27 +8,61 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ffserve.cache.inventory import CHUNKED, PREPARED, TOLERANT, VERIFIED, ShardRow
 from ffserve.cache.tables import SMALL_RECORD_SIZE
+from ffserve.disk.shardfile import Contradiction, FileState
 from ffserve.formats.base import ChunkedShard
+from ffserve.server.files.preparations import Preparation, Preparations
 from ffserve.server.files.remote import RemoteShard
-from ffserve.server.prepared.claims import Preparation, Preparations
 from ffserve.server.users.access import Owner, Viewer, viewer_of
 from ffserve.server.users.domains import Domain
-from ffserve.shardfile import Contradiction, FileState
 from ffserve.store.access import Access
 from ffserve.store.origin import Identity as RemoteIdentity
 
 Identity: TypeAlias = tuple[int, int, int, int, int]
-"""Device, inode, size, mtime, ctime."""
-Key: TypeAlias = tuple[Identity, str | None, bool, bool, Owner | None, int]
-"""Identity, format, verify, tolerant; the owner of the domain; and -1, or the base of a shard that
-is stale."""
+"""A file as the client sees it: device, inode, size, mtime, ctime."""
 Alias: TypeAlias = tuple[Identity, str | None, str, bool, bool]
-"""How clients ask for a shard: identity, format (or nil), the end of its name if they name none,
-verify, tolerant."""
+"""How clients ask for a shard: identity, format (or None), the end of its name if they name no
+format, verify, tolerant."""
+
+
+class FileIdentity(NamedTuple):
+    """A file as the daemon sees it; of a remote file, numbers that stand for its version."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @property
+    def state(self) -> FileState:
+        """Its size and times."""
+        return FileState(self.size, self.mtime_ns, self.ctime_ns)
+
+
+class ShardKey(NamedTuple):
+    """What a shard is known by. Files of one key share one shard.
+
+    owner: of the domain that its samples belong to. apart: -1; the base of a shard that is set
+    apart, since its file was replaced: an OPEN does not find it any more.
+    """
+
+    identity: FileIdentity
+    format: str | None
+    verify: bool
+    tolerant: bool
+    owner: Owner | None
+    apart: int = -1
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether an OPEN does not find the shard."""
+        return self.apart >= 0
+
+
 _PREPARED_BY = re.compile(r"(.*) ([0-9]{1,19}) ([0-9a-f]{64})", re.DOTALL)
 """The path of a row of prepared samples: name of the preparation, first index, key."""
 SUFFIX_LENGTH = 16
@@ -44,7 +78,7 @@ class OpenShard:
     descriptor of it.
     """
 
-    key: Key
+    key: ShardKey
     path: str
     format: str
     fd: int
@@ -72,7 +106,7 @@ class OpenShard:
     first: int = 0
     """Of prepared samples: the index of the first one, on which they may depend."""
     contradiction: Contradiction | None = None
-    """Why its tables contradict its file. It is found out in any thread; `Catalog.set_stale`
+    """Why its tables contradict its file. It is found out in any thread; `HeldShards.set_stale`
     follows."""
     stale: bool = False
     """The file has other records by now; the next data set with it opens it anew."""
@@ -89,7 +123,7 @@ class OpenShard:
     @property
     def opened(self) -> FileState:
         """The file before its tables were read."""
-        return FileState(*self.key[0][2:])
+        return self.key.identity.state
 
     def note_damaged(self, number: int) -> None:
         """Count a sample as damaged, once."""
@@ -143,11 +177,12 @@ Passing: TypeAlias = Callable[[list[int]], Awaitable[list[PassedFile]]]
 one at least. Raises an FFServeError when none come."""
 
 
-def prepared_key(source: Key, fingerprint: int, key: bytes, first: int, owner: Owner) -> Key:
+def prepared_key(
+    source: ShardKey, fingerprint: int, key: bytes, first: int, owner: Owner
+) -> ShardKey:
     """Return the key of the prepared samples of a shard; see `prepared_shard`."""
-    identity, form, verify, tolerant, _, base = source
-    how = f"{form or ''} {fingerprint:x} {key.hex()} {first}"
-    return identity, how, verify, tolerant, owner, base
+    how = f"{source.format or ''} {fingerprint:x} {key.hex()} {first}"
+    return source._replace(format=how, owner=owner)
 
 
 def prepared_shard(
@@ -179,9 +214,11 @@ def prepared_shard(
 
 def row_of(shard: OpenShard) -> ShardRow:
     """Return what a successor needs to know of a shard."""
-    identity, asked, verify, tolerant, *_ = shard.key
+    key, asked = shard.key, shard.key.format
     flags = (
-        (verify and VERIFIED) | (tolerant and TOLERANT) | (shard.chunked is not None and CHUNKED)
+        (key.verify and VERIFIED)
+        | (key.tolerant and TOLERANT)
+        | (shard.chunked is not None and CHUNKED)
     )
     path, preparation = shard.path, shard.preparation
     if preparation is not None:
@@ -190,7 +227,7 @@ def row_of(shard: OpenShard) -> ShardRow:
     return ShardRow(
         shard.base,
         shard.count,
-        identity,
+        key.identity,
         shard.domain.serial,
         shard.fingerprint,
         shard.payload_size,
@@ -217,7 +254,8 @@ def preparation_of(row: ShardRow) -> tuple[str, int, bytes] | None:
 def closed_shard(row: ShardRow, domain: Domain, preparations: Preparations) -> OpenShard:
     """Return a shard of a predecessor, as one that was closed."""
     verify, tolerant = bool(row.flags & VERIFIED), bool(row.flags & TOLERANT)
-    key: Key = row.identity, row.asked or None, verify, tolerant, domain.owner, -1
+    identity = FileIdentity(*row.identity)
+    key = ShardKey(identity, row.asked or None, verify, tolerant, domain.owner)
     path, preparation, first = row.path, None, 0
     if row.flags & PREPARED:
         found = preparation_of(row)

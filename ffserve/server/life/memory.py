@@ -17,10 +17,10 @@ from ffserve.config import ServerConfig
 from ffserve.dtypes import Int64s
 from ffserve.engine.shm import retract
 from ffserve.errors import ReadError
-from ffserve.machine import usable_memory
-from ffserve.memfd import SharedMemory
 from ffserve.server.life.restart import PAGE_NAME, KeptMemory, terms_of
 from ffserve.server.users.access import namespace_marks
+from ffserve.system.machine import usable_memory
+from ffserve.system.memfd import SharedMemory
 
 ORDERS_SHARE = 4
 """Announced orders take at most 1 part in ORDERS_SHARE of the arena's size (SMALLEST_LIMIT at

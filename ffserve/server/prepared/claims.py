@@ -1,4 +1,4 @@
-"""Prepared samples: which session prepares which sample, and which preparations are shared.
+"""Claims: which session prepares which sample.
 
 Clients make prepared samples and hand them over; the daemon keeps them as samples of *prepared
 shards* (`catalog.Catalog.open_prepared`), which have no file. To it they are bytes. A sample is
@@ -11,11 +11,10 @@ No socket and no clock.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
-from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +22,6 @@ from numpy.typing import NDArray
 from ffserve.cache.tables import Directory
 from ffserve.dtypes import Int64s
 from ffserve.protocol import ELSEWHERE, MOST_CLAIMED, READABLE, UNSHARED, YOURS
-from ffserve.server.users.access import Owner
 
 CLAIM_S = 30.0
 """A claim that is older goes to a session that waits for it."""
@@ -36,81 +34,8 @@ LEAST_WAITING = 64
 """A CLAIM that waits counts as at least so many samples."""
 MOST_WAITING = 64
 """At most so many CLAIMs of one data set of a session wait."""
-LEAST_SAVED_S = 1e-15
-"""A byte in memory saves at least so many seconds. Times are divided by this value, and a client
-may report 0."""
-MOST_DISTRUSTED = 1024
-"""The daemon remembers so many preparations that are not deterministic."""
 
 States: TypeAlias = NDArray[np.uint8]
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class Preparation:
-    """What the samples of a user are prepared by.
-
-    key: of the client. trusted: False once it has given two results for one sample. count, cost_s:
-    samples that were prepared for it, and how long that took. shared_count: samples that were found
-    in memory instead.
-    """
-
-    owner: Owner
-    key: bytes
-    name: str
-    trusted: bool = True
-    count: int = 0
-    cost_s: float = 0.0
-    size: int = 0
-    """Bytes of the samples that were prepared."""
-    shared_count: int = 0
-
-    raw_size: float = 0.0
-    """Mean bytes of a raw sample."""
-
-    def saved_per_byte_s(self, miss_s: float) -> float:
-        """Return the seconds that each byte in memory saves: of preparing, and of reading the raw
-        sample. Args: miss_s: seconds in which a byte is read."""
-        if not self.size:
-            return miss_s
-        saved_s = (self.cost_s + self.count * self.raw_size * miss_s) / self.size
-        return max(saved_s, LEAST_SAVED_S)
-
-    @property
-    def saved_s(self) -> float:
-        """Seconds of preparing that sharing has saved, by the mean cost."""
-        return self.shared_count * self.mean_cost_s
-
-    @property
-    def mean_cost_s(self) -> float:
-        """Seconds in which one sample is prepared, on average."""
-        return self.cost_s / max(self.count, 1)
-
-
-class Preparations:
-    """The preparations of all users."""
-
-    def __init__(self) -> None:
-        self._known: WeakValueDictionary[tuple[Owner, bytes], Preparation] = WeakValueDictionary()
-        self._distrusted: OrderedDict[tuple[Owner, bytes], Preparation] = OrderedDict()
-
-    def obtain(self, owner: Owner, key: bytes, name: str) -> Preparation:
-        """Return a user's preparation of this key; the first name that it was given stays."""
-        found = self._known.get((owner, key))
-        if found is None:
-            found = self._known[owner, key] = Preparation(owner, key, name)
-        return found
-
-    def distrust(self, preparation: Preparation) -> None:
-        """Share nothing of it from now on, also when it is opened again later."""
-        preparation.trusted = False
-        self._distrusted[preparation.owner, preparation.key] = preparation
-        while len(self._distrusted) > MOST_DISTRUSTED:
-            self._distrusted.popitem(last=False)
-
-    @property
-    def all(self) -> list[Preparation]:
-        """Return those that are in use, or whose samples are in memory."""
-        return list(self._known.values())
 
 
 @dataclass(slots=True, eq=False)

@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import protocol
-from ffserve.dataset import Layout
+from ffserve.dataset.layout import Layout
 from ffserve.dtypes import Int64s, UInt64s
 from ffserve.errors import FFServeError, ProtocolError, ReadError, UsageError
-from ffserve.server.prepared.claims import MOST_WAITING, Preparation, WaitingClaim
+from ffserve.server.files.preparations import Preparation
+from ffserve.server.prepared.claims import MOST_WAITING, WaitingClaim
 from ffserve.server.reading.requests import SampleRequest
 from ffserve.server.sessions.context import READY, SessionContext
 from ffserve.server.sessions.datasets import MOST_NAME, OpenDataset, Steps

@@ -13,12 +13,12 @@ from typing import TypeAlias
 from ffserve import protocol
 from ffserve.cache.jobs import JobProgress
 from ffserve.cache.orders import Arriving
-from ffserve.dataset import Layout
+from ffserve.dataset.layout import Layout
 from ffserve.dtypes import Int64s
 from ffserve.errors import FFServeError, ProtocolError, SampleIndexError, UsageError
 from ffserve.protocol import Message
+from ffserve.server.files.preparations import Preparation
 from ffserve.server.files.shards import OpenShard
-from ffserve.server.prepared.claims import Preparation
 from ffserve.server.prepared.copying import PreparedFile
 from ffserve.server.reading.statistics import LARGEST_COUNT
 from ffserve.server.sessions.state import ServerState

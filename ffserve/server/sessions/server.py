@@ -24,9 +24,9 @@ from typing import Any
 
 from ffserve import protocol
 from ffserve.config import ServerConfig
+from ffserve.disk.files import wrap_os_error
 from ffserve.engine.io import ATOMIC_SEND_SIZE, DirectReply, ReplySocket
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
-from ffserve.files import wrap_os_error
 from ffserve.protocol import Message
 from ffserve.server.files.shards import PassedFile, Request
 from ffserve.server.prepared.sharing import PrepareRequest
@@ -44,9 +44,9 @@ from ffserve.server.users.access import (
     check_memory,
     is_administrator,
 )
-from ffserve.server.users.closing import Receiver, closer_of, refuse_descriptors
+from ffserve.server.users.descriptors import DescriptorReceiver, closer_of, refuse_descriptors
 from ffserve.server.users.shares import Bound, User
-from ffserve.socket_path import remove_stale_socket
+from ffserve.system.socket_path import remove_stale_socket
 
 log = logging.getLogger("ffserve")
 
@@ -121,7 +121,7 @@ class ClientConnection:
         self._begun = False
         """Whether a step of the first of it was taken."""
         self._reply_socket = ReplySocket(self.fd)
-        self._receiver = Receiver(sock, server.refuses_descriptors)
+        self._receiver = DescriptorReceiver(sock, server.refuses_descriptors)
         self._hello_timer: asyncio.TimerHandle | None = None
         self.session = Session(
             server.state,

@@ -14,14 +14,19 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ffserve import __version__, protocol
+from ffserve import protocol
+from ffserve._version import __version__
 from ffserve.cache.adoption import adopt
 from ffserve.cache.cache import Load
 from ffserve.config import ServerConfig
 from ffserve.dtypes import Int64s
-from ffserve.errors import AccessDenied, ReadError
+from ffserve.errors import (
+    AccessDenied,
+    ReadError,
+)
 from ffserve.server.files.catalog import Catalog
 from ffserve.server.files.explaining import Explainer
+from ffserve.server.files.holding import CatalogTables, OpenSettings
 from ffserve.server.files.remote import RemoteFiles
 from ffserve.server.files.scrub import Scrubber
 from ffserve.server.life.memory import DaemonMemory
@@ -120,19 +125,17 @@ class ServerState:
             [] if kept is None else kept.domains,
         )
         catalog = Catalog(
-            memory.directory,
-            memory.table,
-            memory.cache,
+            CatalogTables(
+                memory.directory, memory.table, memory.cache, memory.inventory, self.domains
+            ),
             engines,
-            _rules(config),
-            config.max_chunk_size_bytes,
-            self.domains,
-            config.close_after_s,
-            memory.inventory,
+            OpenSettings(_rules(config), config.max_chunk_size_bytes, config.close_after_s),
             self.faults.forget,
             remote,
         )
-        scrubber = Scrubber(catalog, memory.directory, memory.cache, scheduler, self.faults.failed)
+        scrubber = Scrubber(
+            catalog, memory.directory, memory.cache, lambda: scheduler.idle, self.faults.failed
+        )
         scrubber.rate = config.scrub_rate_bytes
         self.files = ServedFiles(catalog, Explainer(catalog), scrubber, remote)
         self.claims = Claims(memory.directory, lambda dataset: dataset.preparation.owner)

@@ -31,9 +31,9 @@ from ffserve.server.sessions import server
 from ffserve.server.sessions.server import Server
 from ffserve.server.status import metrics, page
 from ffserve.server.users.access import Peer
-from ffserve.server.users.closing import Receiver, closer_of, refuse_descriptors
+from ffserve.server.users.descriptors import DescriptorReceiver, closer_of, refuse_descriptors
 from ffserve.server.users.shares import User
-from ffserve.socket_path import prepare_socket_directory
+from ffserve.system.socket_path import prepare_socket_directory
 
 log = logging.getLogger("ffserve")
 
@@ -293,7 +293,9 @@ class _HttpConnection:
         self._sock = sock
         self._fd = sock.fileno()
         self._h11: h11.Connection | None = None
-        self._receiver = Receiver(sock, http.refuses_descriptors) if http.is_unix else None
+        self._receiver = (
+            DescriptorReceiver(sock, http.refuses_descriptors) if http.is_unix else None
+        )
         self._out: list[memoryview] = []
         self._queued = self._closed = self._answered = self._head_only = self._has_events = False
         loop = http.server.loop

@@ -108,7 +108,7 @@ class User:
     opening: Bound = field(default_factory=lambda: Bound(MOST_PATHS))
     closing: Bound = field(default_factory=lambda: Bound(MOST_CLOSING))
     closer: Any = None
-    """Closes the descriptors that came from this user; see `closing.Closer`."""
+    """Closes the descriptors that came from this user; see `descriptors.Closer`."""
 
     def may_take(self, wanted: int, held: int, all_held: int, most: int) -> bool:
         """Whether the user may take `wanted` more of something that cannot be taken back.

@@ -1,7 +1,8 @@
-"""Threads of users: calls that last, or wait for storage, beside the loop.
+"""Threads: calls that take long, or wait for storage, run beside the event loop.
 
-A user has a thread while it has calls; it makes them one after another. So storage that hangs holds
-up the calls of the user whose files are on it, and nobody else's.
+`UserThreads` has one thread for each user who has calls, and makes them one after another. So
+storage that hangs delays the calls of the user whose files are on it, and nobody else's.
+`in_thread` starts a thread for one call.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class _Thread:
 
 
 class UserThreads:
-    """See the module's text.
+    """One thread for each user who has calls.
 
     Args: name: of the threads. most: calls of one user that have not ended.
     """
@@ -110,3 +111,36 @@ class UserThreads:
 def _run(calls: SimpleQueue[Callable[[], object] | None]) -> None:
     while (call := calls.get()) is not None:
         call()
+
+
+async def in_thread(call: Callable[[], T]) -> T:
+    """Return the result of a call in a thread of its own. The daemon does not wait for this thread
+    when it ends: a file system that does not answer keeps it forever."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def end(result: T | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result: T | None = None
+        failure: BaseException | None = None
+        try:
+            result = call()
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(end, result, failure)
+
+    run_in_thread(run)
+    return await future
+
+
+def run_in_thread(call: Callable[[], object]) -> None:
+    """Make a call that may wait for a file system, in a thread of its own."""
+    threading.Thread(target=call, name="ffserve-open", daemon=True).start()

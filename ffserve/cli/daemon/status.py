@@ -1,0 +1,34 @@
+"""``ffserve status``: the memory, files and jobs of a running daemon, on one screen."""
+
+from __future__ import annotations
+
+import click
+
+from ffserve.cli.options import json_option, socket_option
+from ffserve.cli.terminal import print_json
+
+
+@click.command()
+@socket_option
+@json_option
+def status(socket: str | None, as_json: bool) -> int:
+    """Show the daemon's memory, files and jobs.
+
+    A hit is a sample that a job finds in shared memory without a request; jobs report hits once a
+    second. What happens "now" is a mean of the last five seconds. The exit code is 3 when no daemon
+    answers.
+
+    \b
+      ffserve status
+      ffserve status --json | jq '.jobs[] | {name, hit_rate}'
+    """
+    from ffserve.client import connection
+
+    facts = connection.status(socket)
+    if as_json:
+        print_json(facts)
+    else:
+        from ffserve.cli.daemon.screen import print_status
+
+        print_status(facts)
+    return 0

@@ -1,0 +1,317 @@
+"""Holding: the shards in the daemon's tables, and which sessions have them open.
+
+A shard is identified by its file (device, inode, size, times of change), not by its name. A file
+that was replaced or rewritten under its name is another shard; sessions that opened the old one go
+on reading the old one. Both times count: mtime can be set back by anybody who may write the file
+(`cp -p`, `rsync --inplace`), ctime by nobody.
+
+A shard is in one of these states:
+
+- open: a session has it open, and its descriptor is open;
+- idle: no session has it open, and its descriptor is still open;
+- closed: it has no descriptor, and its samples are still in memory;
+- prepared: a session has it open, and it never had a file.
+
+While a shard is open, its inode cannot belong to another file. So a client whose user has proven
+once that it may read the file names it by its identity (`shards.Alias`) from then on, and passes
+no descriptor.
+"""
+
+from __future__ import annotations
+
+import resource
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from ffserve.cache.cache import Cache
+from ffserve.cache.inventory import Inventory
+from ffserve.cache.tables import Directory, ShardTable
+from ffserve.dtypes import Int32s, Int64s
+from ffserve.protocol import MOST_FILES
+from ffserve.server.files.remote import FDS_OF_OBJECT, RemoteFiles, RemoteShard
+from ffserve.server.files.shards import Alias, OpenShard, ShardKey
+from ffserve.server.users.access import HOST, OWN, Owner, Rules, viewer_of
+from ffserve.server.users.domains import Domains
+from ffserve.server.users.threads import run_in_thread
+
+HOLD_COUNT = 256
+"""The loop takes a turn after so many shards were looked up, listed, closed or forgotten."""
+MOST_ALIASES = 64
+"""A shard has at most so many aliases. Clients that use others pass a descriptor each time."""
+MOST_CLOSED = 16_384
+"""The daemon keeps the samples of so many closed shards. Beyond, it evicts those of the shard that
+was closed first."""
+
+
+class FileEngines(Protocol):
+    """The engines, as far as open files are entered into them; see `reading.io.Engines`."""
+
+    def add_files(
+        self, device: int, fds: Int32s, alignments: Int64s, cached_fds: Int32s
+    ) -> tuple[int, Int32s]:
+        """Return the number of a device's engine, and those of open files on it."""
+
+    def remove_file(self, engine: int, file: int) -> None:
+        """Forget a file of which no read is queued or in flight."""
+
+    def set_remote(self, engine: int, file: int, base: int, remote: RemoteShard) -> None:
+        """A file that was added is that of a remote shard."""
+
+    def remove_remote(self, base: int) -> None:
+        """A remote shard is closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogTables:
+    """The tables in which a shard is entered.
+
+    inventory: for a successor of this daemon. lock: guards the numbers of the directory, the
+    domains and `DescriptorBudget.cached_count`, which threads use, too.
+    """
+
+    directory: Directory
+    shards: ShardTable
+    cache: Cache
+    inventory: Inventory
+    domains: Domains
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+@dataclass(slots=True)
+class OpenSettings:
+    """Settings that a reload can change.
+
+    rules: which descriptors are taken. max_chunk_size, close_after_s: see `config.ServerConfig`.
+    """
+
+    rules: Rules
+    max_chunk_size: int
+    close_after_s: float
+
+
+class DescriptorBudget:
+    """How many files may be open, by the limit of the process (RLIMIT_NOFILE).
+
+    Three quarters of the limit are for shards, an eighth for their second descriptors and for
+    domains, and an eighth for sessions and everything else.
+    """
+
+    def __init__(self, domains: Domains) -> None:
+        self._domains = domains
+        self.limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most_open, self._most_extra = self.limit * 3 // 4, self.limit // 8
+        self.most_asked = max(min(MOST_FILES, self.limit // 32), 1)
+        """Files for which one OPEN asks at once: several sessions of one user may pass descriptors
+        at the same time."""
+        self.cached_count = 0
+        """Files that are open a second time, through the page cache."""
+        self.remote_count = 0
+        """Shards that are objects of the store."""
+
+    @property
+    def _extra(self) -> int:
+        """The second descriptors of shards, and those of domains beyond the first."""
+        return self.cached_count + self._domains.fd_count + FDS_OF_OBJECT * self.remote_count
+
+    @property
+    def spare(self) -> int:
+        """How many more files may be open a second time."""
+        return self._most_extra - self._extra
+
+    @property
+    def shard_count(self) -> int:
+        """How many shards may be open: fewer once the second descriptors need more than their
+        part."""
+        return max(self._most_open - max(self._extra - self._most_extra, 0), 0)
+
+
+class HeldShards:
+    """The shards in the tables.
+
+    Args: remote: the store; None: remote files are not served.
+    """
+
+    def __init__(
+        self,
+        tables: CatalogTables,
+        engines: FileEngines,
+        budget: DescriptorBudget,
+        remote: RemoteFiles | None,
+    ) -> None:
+        self.tables = tables
+        self.engines = engines
+        self.budget = budget
+        self.remote = remote
+        self.open: dict[ShardKey, OpenShard] = {}
+        """Those with a descriptor, idle ones included."""
+        self.idle: OrderedDict[ShardKey, OpenShard] = OrderedDict()
+        """The one that has been idle for longest is the first."""
+        self.closed: OrderedDict[ShardKey, OpenShard] = OrderedDict()
+        """The one that was closed first is the first."""
+        self.most_closed = MOST_CLOSED
+        self.prepared: dict[ShardKey, OpenShard] = {}
+        """Prepared shards that a session has open; the others are closed ones."""
+        self.count_of: Counter[Owner] = Counter()
+        """How many shards each owner has open, prepared ones not included."""
+        self._aliases: dict[Owner | None, dict[Alias, OpenShard]] = {}
+        """By the owner of the domain, and by alias."""
+
+    # ---- proofs ---------------------------------------------------------------------------------
+
+    def proven(self, aliases: list[Alias], owner: Owner) -> list[OpenShard | None]:
+        """Return, for each alias, the shard that an owner has proven it may read; None: there is
+        none."""
+        common, own = self._aliases.get(None, {}), self._aliases.get(owner, {})
+        found = [common.get(alias) or own.get(alias) for alias in aliases]
+        return [None if s is None or owner not in s.proven else s for s in found]
+
+    def add_alias(self, shard: OpenShard, alias: Alias) -> None:
+        """Let clients that have proven a shard ask for it by an alias."""
+        if len(shard.aliases) < MOST_ALIASES and alias not in shard.aliases:
+            shard.aliases += (alias,)
+            self._aliases.setdefault(shard.key.owner, {})[alias] = shard
+
+    def drop_aliases(self, shard: OpenShard) -> None:
+        """No client finds a shard by an alias from now on."""
+        domain = self._aliases.get(shard.key.owner, {})
+        for alias in shard.aliases:
+            if domain.get(alias) is shard:
+                del domain[alias]
+        if not domain:
+            self._aliases.pop(shard.key.owner, None)
+        shard.aliases = ()
+
+    def forget_proofs(self) -> None:
+        """Every user must prove anew that it may read a file. Open shards stay open."""
+        for shard in self.open.values():
+            shard.aliases, shard.proven = (), frozenset()
+        self._aliases.clear()
+
+    # ---- sessions -------------------------------------------------------------------------------
+
+    def hold(self, shards: list[OpenShard], owner: Owner) -> None:
+        """A data set of a session has these shards open; `release` gives them back."""
+        fresh = 0
+        for shard in shards:
+            if shard.sessions == 0:
+                self.idle.pop(shard.key, None)
+            holding = shard.holders.get(owner, 0)
+            fresh += not holding and shard.preparation is None
+            shard.holders[owner] = holding + 1
+            shard.sessions += 1
+        if fresh:
+            self.count_of[owner] += fresh
+        self._count_sessions(shards)
+
+    def release(self, shards: list[OpenShard], owner: Owner) -> None:
+        """Give back what `hold` has taken."""
+        now = time.monotonic()
+        for shard in shards:
+            shard.holders[owner] -= 1
+            if not shard.holders[owner]:
+                del shard.holders[owner]
+                self._forget_owner(shard, owner)
+            shard.sessions -= 1
+            if shard.sessions == 0 and shard.preparation is not None:
+                del self.prepared[shard.key]
+                if shard.count:
+                    self.closed[shard.key] = shard
+                    self.tables.cache.allocator.idle_changed = True
+            elif shard.sessions == 0:
+                shard.idle_since = now
+                self.idle[shard.key] = shard
+                self.tables.cache.allocator.idle_changed = True
+        self._count_sessions(shards)
+
+    def _count_sessions(self, shards: list[OpenShard]) -> None:
+        shards = [shard for shard in shards if shard.count]
+        counts = [shard.sessions for shard in shards]
+        self.tables.shards.set_sessions([shard.base for shard in shards], counts)
+
+    def _forget_owner(self, shard: OpenShard, owner: Owner) -> None:
+        if shard.preparation is not None:
+            return
+        self.count_of[owner] -= 1
+        if not self.count_of[owner]:
+            del self.count_of[owner]
+        # The proof of the last holder stays, for its next job. That of an owner whose namespace can
+        # end does not, so that nobody else gets it.
+        if shard.holders or owner[1] not in (OWN, HOST):
+            shard.proven -= {owner}
+        if shard.remote is not None and shard.holders and len(shard.remote.objects) > 1:
+            # Others share the shard, with their own access.
+            shard.remote.proofs.pop(owner, None)
+            opened = shard.remote.objects.pop(owner, None)
+            if opened is not None and self.remote is not None:
+                run_in_thread(partial(self.remote.close, [opened]))
+        if viewer_of(owner) == owner:
+            shard.names.pop(owner, None)
+
+    # ---- files ----------------------------------------------------------------------------------
+
+    def take_fds(self, shard: OpenShard) -> list[int]:
+        """Return the descriptors of a shard, which has none from now on. Its object of the store
+        is given back."""
+        if shard.remote is not None and self.remote is not None:
+            objects = list(shard.remote.objects.values())
+            if shard.count:
+                self.engines.remove_remote(shard.base)
+            shard.remote = None
+            self.budget.remote_count -= 1
+            run_in_thread(partial(self.remote.close, objects))
+        fds = [fd for fd in (shard.fd, shard.cached_fd) if fd >= 0]
+        if shard.cached_fd >= 0:
+            with self.tables.lock:
+                self.budget.cached_count -= 1
+        shard.fd = shard.cached_fd = -1
+        return fds
+
+    def changed(self, bases: Container[int]) -> set[int]:
+        """Return the first numbers of those of these shards whose file has changed since it was
+        opened. Args: bases: first numbers."""
+        return {
+            shard.base
+            for shard in self.open.values()
+            if shard.base in bases and shard.fd >= 0 and shard.opened.has_changed(shard.fd)
+        }
+
+    def set_stale(self, shard: OpenShard) -> None:
+        """The tables of a shard contradict its file: the next OPEN opens the file anew. Nothing
+        happens if the shard has been closed meanwhile."""
+        if self.open.get(shard.key) is shard and not shard.stale:
+            shard.stale = True
+            self.set_apart(shard)
+
+    def set_apart(self, shard: OpenShard) -> None:
+        """Let no further OPEN find a shard; sessions that have it open keep it."""
+        self.drop_aliases(shard)
+        self.tables.inventory.remove_shard(shard.base)
+        before, shard.key = shard.key, shard.key._replace(apart=shard.base)
+        for shards in (self.open, self.idle, self.closed):
+            if shards.get(before) is shard:
+                del shards[before]
+                shards[shard.key] = shard
+
+    # ---- lists ----------------------------------------------------------------------------------
+
+    def is_closed(self, shard: OpenShard) -> bool:
+        """Whether a shard is still closed."""
+        return self.closed.get(shard.key) is shard
+
+    def has(self, shard: OpenShard) -> bool:
+        """Whether a shard is in the tables."""
+        return any(each.get(shard.key) is shard for each in (self.open, self.prepared, self.closed))
+
+    def shards(self) -> Iterator[list[OpenShard]]:
+        """Yield every shard in the tables, closed ones included, HOLD_COUNT at a time."""
+        opened = list(self.open.values())
+        for first in range(0, len(opened), HOLD_COUNT):
+            yield opened[first : first + HOLD_COUNT]
+        closed = [*self.prepared.values(), *self.closed.values()]
+        for first in range(0, len(closed), HOLD_COUNT):
+            yield closed[first : first + HOLD_COUNT]

@@ -1,0 +1,401 @@
+"""Parsing: files are checked, identified and read in threads, those of one message together.
+
+A data set may have ten thousand files; a client passes a few hundred of them at a time. Their
+tables are read by `ffserve/reads/opening.py`, and written into the directory. Remote files are
+opened one by one.
+
+A file system can hang in any call on its files, and an origin in any request. So all of this runs
+in threads, which `opening.py` starts. A session that waits for a file which another session opens
+must not wait for the other files of that session: `OpeningGroup.current` names the file that the
+thread reads at present.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+
+from ffserve.disk.files import os_error
+from ffserve.dtypes import Int32s, Int64s
+from ffserve.engine.io import open_direct_all
+from ffserve.engine.opening import States, clear_flags, close_fds, stat_fds
+from ffserve.errors import FFServeError, ReadError
+from ffserve.reads.opening import How, OpenFiles, Tables, enter, read_single, read_together
+from ffserve.reads.page_cache import open_cached
+from ffserve.server.files.holding import CatalogTables, DescriptorBudget, OpenSettings
+from ffserve.server.files.remote import RemoteFiles, RemoteShard, WantedFile, blocks_of
+from ffserve.server.files.shards import FileIdentity, OpenShard, PassedFile, Request, ShardKey
+from ffserve.server.users.access import Peer, Rules
+from ffserve.server.users.domains import Domain
+from ffserve.store.fetching import OpenObject
+
+JOIN_S = 1.0
+"""How long a session waits for a file that waits for other files of another session. To open 253
+small files takes 30 ms, and longer where their file system is slow."""
+SINGLY_S = 0.1
+"""After files were opened one by one for so long, what was opened is entered: others may wait for
+one of them."""
+
+
+@dataclass(slots=True, eq=False)
+class OpeningGroup:
+    """Files that one thread opens together.
+
+    begun: monotonic time. alone: whether it is a single file. ended: it has a result when the
+    thread has ended, whether the files were opened or not.
+    """
+
+    begun: float
+    alone: bool
+    ended: asyncio.Future[None]
+    current: ShardKey | None = None
+    """The file that the thread reads alone. That takes minutes if the file must be scanned."""
+
+    def holds_up(self, key: ShardKey, now: float) -> bool:
+        """Whether one of these files waits for others of them for too long."""
+        return now - self.begun > JOIN_S and not self.alone and self.current != key
+
+
+@dataclass(slots=True)
+class IdentifiedFiles:
+    """Passed files that were checked by these rules. opened: the same files, with their heads.
+    keys: of their shards."""
+
+    rules: Rules
+    passed: list[PassedFile]
+    opened: OpenFiles
+    keys: list[ShardKey]
+
+    @property
+    def paths(self) -> list[str]:
+        """Their names."""
+        return self.opened.paths
+
+    @property
+    def positions(self) -> list[int]:
+        """In the OPEN."""
+        return [one.position for one in self.passed]
+
+
+@dataclass(slots=True)
+class IdentifiedObjects:
+    """Remote files of an OPEN. keys: of their shards. objects: opened with this peer's access, once
+    that has been checked; None: the object belongs to a shard."""
+
+    remote: RemoteFiles
+    peer: Peer
+    wanted: list[WantedFile]
+    paths: list[str]
+    keys: list[ShardKey]
+    objects: list[OpenObject | None] = field(default_factory=list)
+
+    def identify(self, unproven: list[WantedFile]) -> IdentifiedObjects:
+        """Open the objects; ask the origins whether the peer may read those that are unproven.
+        Raises: as `RemoteFiles.identify`."""
+        self.objects += self.remote.identify(self.wanted, unproven, self.peer)
+        return self
+
+    def close(self) -> None:
+        """Give back the objects that belong to no shard."""
+        self.remote.close([opened for opened in self.objects if opened is not None])
+        self.objects.clear()
+
+    @property
+    def positions(self) -> list[int]:
+        """In the OPEN."""
+        return [one.position for one in self.wanted]
+
+    def take(self, row: int) -> OpenObject:
+        """Return an object, which belongs to a shard from now on."""
+        opened, self.objects[row] = self.objects[row], None
+        assert opened is not None
+        return opened
+
+    def give(self, row: int, shard: OpenShard) -> None:
+        """Give the object to a shard, unless that has one with the same access: later reads use the
+        access that came last, since credentials expire."""
+        owner, digest = self.peer.owner, self.wanted[row].access.digest
+        remote = shard.remote
+        assert remote is not None
+        known = remote.objects.get(owner)
+        if known is None or known.access is None or known.access.digest != digest:
+            remote.objects[owner] = self.take(row)
+            self.objects[row] = known
+        remote.proofs[owner] = digest
+
+
+Identified: TypeAlias = IdentifiedFiles | IdentifiedObjects
+
+
+def close_passed(files: list[PassedFile]) -> None:
+    """Close descriptors that clients passed. It may wait for their file systems."""
+    fds = [fd for one in files for fd in (one.fd, one.index) if fd is not None and fd >= 0]
+    for one in files:
+        one.fd, one.index = -1, None
+    close_fds(fds)
+
+
+class ShardParser:
+    """Checks files and makes shards of them. All of its methods run in threads.
+
+    Args: settings: `identify` and `parse` follow changes of them.
+    """
+
+    def __init__(
+        self, tables: CatalogTables, budget: DescriptorBudget, settings: OpenSettings
+    ) -> None:
+        self._directory = tables.directory
+        self._lock = tables.lock
+        self._budget = budget
+        self._settings = settings
+
+    # ---- whose files they are -------------------------------------------------------------------
+
+    def identify(self, request: Request, passed: list[PassedFile], peer: Peer) -> IdentifiedFiles:
+        """Check passed files. Raises: AccessDenied, ReadError."""
+        rules = self._settings.rules
+        paths = [request.paths[one.position] for one in passed]
+        fds = np.array([one.fd for one in passed], np.int32)
+        with rules.domains(peer) as domains_of:
+            files = rules.check(fds, paths, peer)
+            _check_indexes(rules, passed, paths, peer)
+            # The tables are read through the page cache.
+            with contextlib.suppress(OSError):
+                clear_flags(fds, os.O_DIRECT | os.O_NONBLOCK)
+            indexes = [one.index for one in passed]
+            sizes = files.states["size"].copy()
+            opened = OpenFiles.of(fds.tolist(), paths, sizes, request.format, indexes)
+            owners = domains_of(files)
+        how = request.verify, request.tolerant
+        rows = zip(identities_of(files.states), opened.formats, owners, strict=True)
+        keys = [ShardKey(identity, name, *how, owner) for identity, name, owner in rows]
+        return IdentifiedFiles(rules, passed, opened, keys)
+
+    # ---- their tables ---------------------------------------------------------------------------
+
+    def parse(
+        self,
+        request: Request,
+        files: Identified,
+        rows: list[int],
+        domains: list[Domain],
+        opening: OpeningGroup,
+    ) -> list[OpenShard]:
+        """Open the shards of some files, and close the passed descriptors of these. If that takes
+        long, only those of the first files; of remote files that of the first one.
+
+        Args: domains: the domain of each.
+        Raises: FFServeError: of the first that cannot be opened; then none is. OSError with EMFILE.
+        """
+        if isinstance(files, IdentifiedObjects):
+            return [self._open_object(request, files, rows[0], domains[0])]
+        paths, keys = [files.paths[k] for k in rows], [files.keys[k] for k in rows]
+        fds = np.array([files.passed[k].fd for k in rows], np.int32)
+        _check_unchanged(fds, keys, paths)
+        tables = self._read(request, files, rows, opening)
+        passed, fds = [files.passed[k] for k in rows[: len(tables)]], fds[: len(tables)]
+        keys, paths, domains = keys[: len(tables)], paths[: len(tables)], domains[: len(tables)]
+        counts = [each.count for each in tables]
+        bases = self._reserve(counts, domains)
+        try:
+            enter(tables, bases, paths, self._directory)
+            opened, alignments = _reopen(fds, paths)
+        except BaseException:
+            self._release(bases, counts, domains)
+            raise
+        cached = self._open_cached(opened, alignments, bases, tables, keys)
+        close_passed(passed)
+        fds_of = zip(opened.tolist(), cached.tolist(), strict=True)
+        columns = zip(tables, keys, paths, bases, domains, fds_of, alignments.tolist(), strict=True)
+        return [self._shard(request, *each) for each in columns]
+
+    def _read(
+        self, request: Request, files: IdentifiedFiles, rows: list[int], opening: OpeningGroup
+    ) -> list[Tables]:
+        """Return the tables of the first files, at least one."""
+        how = How(
+            request.format,
+            request.verify,
+            request.tolerant,
+            self._settings.max_chunk_size,
+            keep="inode",
+        )
+        found = read_together(files.opened, rows, how)
+        tables: list[Tables] = []
+        begun = time.monotonic()
+        for k in rows:
+            single = k not in found
+            if single and time.monotonic() - begun > SINGLY_S:
+                break
+            opening.current = files.keys[k] if single else None
+            tables.append(read_single(files.opened, k, how) if single else found[k])
+        opening.current = None
+        return tables
+
+    # ---- remote files ---------------------------------------------------------------------------
+
+    def _open_object(
+        self, request: Request, files: IdentifiedObjects, row: int, domain: Domain
+    ) -> OpenShard:
+        path, key, opened = files.paths[row], files.keys[row], files.objects[row]
+        assert opened is not None
+        shard = files.remote.parse(opened, request.format, request.verify, request.tolerant)
+        tables = Tables.of(shard, self._settings.max_chunk_size)
+        (base,) = self._reserve([shard.count], [domain])
+        fd = -1
+        try:
+            enter([tables], [base], [path], self._directory)
+            rows = slice(base, base + shard.count)
+            directory = self._directory
+            offsets = directory.offsets[rows].astype(np.int64)
+            lengths = directory.lengths(np.arange(base, base + shard.count))
+            blocks = blocks_of(shard, tables.chunked, offsets, lengths, opened.stored.block_size)
+            fd = opened.stored.open_data()
+            (direct,), alignments = _reopen(np.array([fd], np.int32), [path])
+        except BaseException:
+            self._release([base], [shard.count], [domain])
+            raise
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        # Blocks that have just come are in the page cache, and not on the disk yet.
+        cached = opened.stored.open_data() if alignments[0] > 1 and shard.count else -1
+        if cached >= 0:
+            os.posix_fadvise(cached, 0, 0, os.POSIX_FADV_RANDOM)
+            with self._lock:
+                self._budget.cached_count += 1
+        taken = RemoteShard(opened.stored, {files.peer.owner: files.take(row)}, *blocks)
+        fds_of, alignment = (int(direct), cached), int(alignments[0])
+        return self._shard(request, tables, key, path, base, domain, fds_of, alignment, taken)
+
+    # ---- their shards ---------------------------------------------------------------------------
+
+    @staticmethod
+    def _shard(
+        request: Request,
+        tables: Tables,
+        key: ShardKey,
+        path: str,
+        base: int,
+        domain: Domain,
+        fds: tuple[int, int],
+        alignment: int,
+        remote: RemoteShard | None = None,
+    ) -> OpenShard:
+        """Return a shard. Args: fds: `fd` and `cached_fd` of it."""
+        return OpenShard(
+            key=key,
+            path=path,
+            format=tables.format,
+            fd=fds[0],
+            size=key.identity.size,
+            count=tables.count,
+            base=base,
+            checksum_kind=tables.kind if request.verify else 0,
+            fingerprint=tables.fingerprint,
+            alignment=alignment,
+            cached_fd=fds[1],
+            payload_size=tables.payload_size,
+            domain=domain,
+            chunked=tables.chunked,
+            device=key.identity.device,
+            scanned=tables.scanned,
+            remote=remote,
+        )
+
+    # ---- their numbers --------------------------------------------------------------------------
+
+    def _reserve(self, counts: list[int], domains: list[Domain]) -> list[int]:
+        """Return the first number of each shard: shards of a domain are neighbours."""
+        bases: list[int] = []
+        totals: dict[int, int] = {}
+        for count, domain in zip(counts, domains, strict=True):
+            totals[domain.number] = totals.get(domain.number, 0) + count
+        with self._lock, contextlib.ExitStack() as undo:
+            following: dict[int, int] = {}
+            for number, total in totals.items():
+                following[number] = first = self._directory.reserve(total, number)
+                undo.callback(self._directory.release, first, total, number)
+            undo.pop_all()
+        for count, domain in zip(counts, domains, strict=True):
+            bases.append(following[domain.number])
+            following[domain.number] += count
+        return bases
+
+    def _release(self, bases: list[int], counts: list[int], domains: list[Domain]) -> None:
+        with self._lock:
+            for base, count, domain in zip(bases, counts, domains, strict=True):
+                self._directory.release(base, count, domain.number)
+
+    def _open_cached(
+        self,
+        fds: Int32s,
+        alignments: Int64s,
+        bases: list[int],
+        tables: list[Tables],
+        keys: list[ShardKey],
+    ) -> Int32s:
+        """Return `page_cache.open_cached` of the files with direct I/O, while there are descriptors
+        for them; -1 for others."""
+        cached = np.full(len(fds), -1, np.int32)
+        filled = [each.count > 0 for each in tables]
+        rows = np.flatnonzero((alignments > 1) & filled)[: max(self._budget.spare, 0)]
+        if len(rows):
+            begins = self._directory.offsets[np.array(bases, np.int64)[rows]].astype(np.int64)
+            ends = np.array([keys[k].identity.size for k in rows.tolist()], np.int64)
+            cached[rows] = open_cached(fds[rows], begins, ends)
+            with self._lock:
+                self._budget.cached_count += int((cached >= 0).sum())
+        return cached
+
+
+def _check_indexes(rules: Rules, passed: list[PassedFile], paths: list[str], peer: Peer) -> None:
+    """Close those index files that the rules do not allow. Whoever may write to the directory could
+    put them there: their files are read without."""
+
+    def are_allowed(rows: list[int]) -> bool:
+        with contextlib.suppress(FFServeError):
+            fds = np.array([passed[k].index for k in rows], np.int32)
+            rules.check(fds, [paths[k] for k in rows], peer)
+            return True
+        return False
+
+    rows = [k for k, one in enumerate(passed) if one.index is not None]
+    for k in [] if are_allowed(rows) else rows:
+        if not are_allowed([k]):
+            close_fds([index for index in (passed[k].index,) if index is not None])
+            passed[k].index = None
+
+
+def identities_of(states: States) -> list[FileIdentity]:
+    """Return the identities of files."""
+    names = "device", "inode", "size", "mtime", "ctime"
+    columns = zip(*(states[name].tolist() for name in names), strict=True)
+    return [FileIdentity(*each) for each in columns]
+
+
+def _check_unchanged(fds: Int32s, keys: list[ShardKey], paths: list[str]) -> None:
+    """Raise a ReadError if a file is not what it was when its head was read."""
+    states, error = stat_fds(fds)
+    for identity, key, path in zip(identities_of(states), keys, paths, strict=False):
+        # Some file systems report another ctime each time.
+        if identity._replace(ctime_ns=key.identity.ctime_ns) != key.identity:
+            raise ReadError("the file changed while it was opened", path=path, hint="try again")
+    if error is not None:
+        raise os_error(error, paths[len(states)])
+
+
+def _reopen(fds: Int32s, paths: list[str]) -> tuple[Int32s, Int64s]:
+    try:
+        return open_direct_all(fds)
+    except OSError as error:
+        # It names /proc/self/fd/FD.
+        failed = os.path.basename(str(error.filename or ""))
+        named = dict(zip(map(str, fds.tolist()), paths, strict=True))
+        raise os_error(error, named.get(failed, paths[0])) from error

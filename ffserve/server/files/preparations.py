@@ -1,0 +1,86 @@
+"""Preparations: how a user's samples are prepared, and whether the results are shared.
+
+The samples of a prepared shard (`shards.prepared_shard`) were made by clients with one of them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+from ffserve.server.users.access import Owner
+
+LEAST_SAVED_S = 1e-15
+"""The least saving per byte. Times are divided by it, and a client may report that preparing took
+no time (for empty samples it is 0)."""
+MOST_DISTRUSTED = 1024
+"""The daemon remembers so many preparations that have given two results for one sample."""
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Preparation:
+    """A way in which a user's samples are prepared.
+
+    key: the client's key for it. trusted: False once it has given two results for one sample.
+    count, cost_s: samples that were prepared in this way, and how long that took. shared_count:
+    samples that were found in memory instead.
+    """
+
+    owner: Owner
+    key: bytes
+    name: str
+    trusted: bool = True
+    count: int = 0
+    cost_s: float = 0.0
+    size: int = 0
+    """Bytes of the samples that were prepared."""
+    shared_count: int = 0
+
+    raw_size: float = 0.0
+    """Mean bytes of a raw sample."""
+
+    def saved_per_byte_s(self, miss_s: float) -> float:
+        """Return the seconds that each byte in memory saves: of preparing, and of reading the raw
+        sample. Args: miss_s: seconds in which a byte is read."""
+        if not self.size:
+            return miss_s
+        saved_s = (self.cost_s + self.count * self.raw_size * miss_s) / self.size
+        return max(saved_s, LEAST_SAVED_S)
+
+    @property
+    def saved_s(self) -> float:
+        """Seconds of preparing that sharing has saved, by the mean cost."""
+        return self.shared_count * self.mean_cost_s
+
+    @property
+    def mean_cost_s(self) -> float:
+        """Seconds in which one sample is prepared, on average."""
+        return self.cost_s / max(self.count, 1)
+
+
+class Preparations:
+    """The preparations of all users."""
+
+    def __init__(self) -> None:
+        self._known: WeakValueDictionary[tuple[Owner, bytes], Preparation] = WeakValueDictionary()
+        self._distrusted: OrderedDict[tuple[Owner, bytes], Preparation] = OrderedDict()
+
+    def obtain(self, owner: Owner, key: bytes, name: str) -> Preparation:
+        """Return a user's preparation of this key; the first name that it was given stays."""
+        found = self._known.get((owner, key))
+        if found is None:
+            found = self._known[owner, key] = Preparation(owner, key, name)
+        return found
+
+    def distrust(self, preparation: Preparation) -> None:
+        """Share nothing of it from now on, also when it is opened again later."""
+        preparation.trusted = False
+        self._distrusted[preparation.owner, preparation.key] = preparation
+        while len(self._distrusted) > MOST_DISTRUSTED:
+            self._distrusted.popitem(last=False)
+
+    @property
+    def all(self) -> list[Preparation]:
+        """Return those that are in use, or whose samples are in memory."""
+        return list(self._known.values())

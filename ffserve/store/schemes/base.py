@@ -1,0 +1,297 @@
+"""Scheme: everything that is special about the remote files of one protocol, in one object.
+
+Each other module of this folder defines one scheme as `SCHEME`: the protocols of its URLs, the
+packages that it needs, the credentials that travel to the daemon, its file systems with their
+timeouts, how one version of an object is read, and what its errors mean. `Scheme` itself is the
+scheme of every protocol that has no module here: fsspec knows its package, and nothing is special.
+
+Packages are imported when a file system is made, never before.
+
+Retries are not here: the packages below make none (each scheme turns theirs off), and
+`store/fetching.py: Breaker` tries again for all schemes alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
+
+from ffserve.errors import ReadError
+
+BROKEN = {errno.EPIPE, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT, errno.EIO,
+          errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED}  # fmt: skip
+"""Errors of the system that mean a lost connection."""
+
+Options: TypeAlias = dict[str, Any]
+
+
+class Meaning(enum.Enum):
+    """What the text of an error means, where classes and status do not tell."""
+
+    DENIED = enum.auto()
+    UNKNOWN = enum.auto()
+    """The origin that the URL names does not exist."""
+    LATER = enum.auto()
+    """The origin answered that it cannot serve the request now."""
+    BROKEN = enum.auto()
+    """The connection was lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenVersion:
+    """One version of an object, open for reading.
+
+    Args:
+        fetch: returns the bytes [start, end). Raises: what the package raises.
+        conditional: whether no read returns bytes of another version; otherwise its caller looks
+            at the object again after each read.
+        shared: whether threads may use it at the same time.
+        facts: what the origin said of the object when it was opened, if reads are conditional on
+            that; its caller compares it with the version that it wants.
+    """
+
+    fetch: Callable[[int, int], bytes]
+    conditional: bool = False
+    shared: bool = False
+    facts: dict[str, Any] | None = None
+
+
+class Scheme:
+    """The remote files of one protocol, or of several with the same package.
+
+    A file system here is one of fsspec, or an object with the same calls `info`, `glob`, `ls`,
+    `find` and `invalidate_cache`, and with `async_impl`: whether threads may share it.
+
+    Args: name: of a protocol that has no scheme of its own.
+    """
+
+    name: str
+    """What the options of this scheme are called in an `Access`."""
+    protocols: tuple[str, ...]
+    """What stands before `://`, in lower case."""
+
+    # ---- URLs ----
+    has_query: ClassVar[bool] = False
+    """Whether a question mark begins the query of a URL, as in web addresses."""
+    splits_query: ClassVar[bool] = False
+    """Whether the file system does so, although a URL is a path: its patterns have no `?`."""
+    in_process: ClassVar[bool] = False
+    """Whether the files are in the memory of one process."""
+
+    # ---- packages ----
+    package: ClassVar[str | None] = None
+    """What a user installs for it, as an argument of `pip install`."""
+    module: ClassVar[str | None] = None
+    """The module that the daemon needs to fetch for others; None: it fetches for its own user."""
+    loggers: ClassVar[tuple[str, ...]] = ()
+    """Loggers of the packages. Below warnings their lines have headers of requests."""
+
+    # ---- waiting ----
+    connect_s: ClassVar[float] = 10.0
+    """An origin that does not accept a connection for so long has failed."""
+    silent_s: ClassVar[float] = 30.0
+    """An origin that sends nothing for so long has failed."""
+
+    # ---- settings ----
+    settings: tuple[str, ...]
+    """Beginnings of the variables of the environment that the packages take settings from."""
+    forgotten: ClassVar[tuple[str, ...]] = ()
+    """Those of which a daemon that reads for others has none: its packages would take them."""
+    options: ClassVar[Mapping[str, type[Any]]] = {}
+    """Options that travel to the daemon, and their types."""
+    needed: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Options that are nothing without others."""
+
+    # ---- versions and errors ----
+    tags: ClassVar[tuple[str, ...]] = (
+        "ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "sha256", "checksum",
+        "modification_time",
+    )  # fmt: skip
+    """Facts of a file that are another one for each version, the best first."""
+    times: ClassVar[tuple[str, ...]] = (
+        "LastModified", "last_modified", "Last-Modified", "updated", "modificationTime",
+        "modification_time", "mtime",
+    )  # fmt: skip
+    """Facts of a file that are its time of modification, the best first."""
+    credential_errors: ClassVar[tuple[str, ...]] = ()
+    """Names of exception classes: no credentials, or invalid ones. These and the names and texts
+    below count for all schemes, since the packages stand upon the same others."""
+    denied_codes: ClassVar[tuple[str, ...]] = ()
+    """Codes in an answer that mean that access is denied."""
+    busy_codes: ClassVar[tuple[str, ...]] = ()
+    """Codes in an answer that mean that the request may be repeated later."""
+    connection_errors: ClassVar[tuple[str, ...]] = ()
+    """Names of exception classes: the connection failed."""
+    closed_texts: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of the texts of an OSError without a number that means the same."""
+    hints: ClassVar[Mapping[Meaning, str]] = {}
+    """What a user can do, by the meaning that `meaning` found."""
+
+    def __init__(self, name: str = "") -> None:
+        if name:
+            self.name, self.protocols, self.settings = name, (name,), (name.upper(),)
+
+    @property
+    def travels(self) -> bool:
+        """Whether the daemon fetches these URLs with what a client passes."""
+        return self.module is not None
+
+    def is_installed(self) -> bool:
+        """Whether this process has the module that the daemon needs."""
+        if self.module is None:
+            return False
+        try:
+            return importlib.util.find_spec(self.module) is not None
+        except ModuleNotFoundError:  # of the package above it
+            return False
+
+    # ---- credentials ----
+
+    def collect(self, settings: Options) -> Options:
+        """Return the options that the daemon needs to read as this process would.
+
+        It reads files, and may ask services for credentials.
+
+        Args: settings: what the user has set for the protocol in fsspec's configuration.
+        Raises: ReadError: the daemon cannot have them. What the packages raise.
+        """
+        raise cannot_pass(f"the access to {self.name}://")
+
+    def is_valid(self, name: str, value: Any) -> bool:
+        """Whether an option of the right type can have a value."""
+        if isinstance(value, dict):
+            texts = [*value, *value.values()]
+            if not all(isinstance(text, str) for text in texts):
+                return False
+            return not any("\r" in text or "\n" in text or "\0" in text for text in texts)
+        if name == "endpoint_url":
+            return str(value).startswith(("http://", "https://"))
+        if name == "port":
+            return not isinstance(value, bool) and 0 < value < 65536
+        return True
+
+    def place(self, url: str, origin: str, options: Options, access: str) -> str:
+        """Return where the bytes of a URL come from, for people and `[store] common`: its origin,
+        and what leads elsewhere under the same name.
+
+        Args: access: text that is another one for each access.
+        """
+        return origin
+
+    # ---- file systems ----
+
+    def connect(self, url: str, options: Options) -> tuple[Any, str]:
+        """Return a new file system that is made of these options alone, and the path of a URL in
+        it. Nothing comes from the environment and the files of this process.
+
+        Raises: what the packages raise; ValueError: the URL is invalid.
+        """
+        raise NotImplementedError
+
+    def connect_own(self, url: str, settings: Options) -> tuple[Any, str]:
+        """Return the file system of a URL with what this process has, and the path in it.
+
+        Args: settings: of fsspec's configuration.
+        Raises: ImportError: a package is missing. What the packages raise.
+        """
+        core = importlib.import_module("fsspec.core")
+        defaults = self.defaults(settings)
+        given = {name: value for name, value in defaults.items() if name not in settings}
+        system, path = core.url_to_fs(url, **given)
+        if not self.is_connected(system):
+            type(system).clear_instance_cache()
+            system, path = core.url_to_fs(url, **given)
+        return system, str(path)
+
+    def defaults(self, settings: Options) -> Options:
+        """Return options of `connect_own`: limits of waiting, and no retries below those of the
+        store. What the user has set stays."""
+        return {}
+
+    def is_connected(self, system: Any) -> bool:
+        """Whether a file system that was used before can be used again."""
+        return True
+
+    def path_in(self, system: Any, url: str) -> str:
+        """Return the path of a URL in a file system of `connect`."""
+        return str(type(system)._strip_protocol(url))
+
+    def open(self, system: Any, path: str, *, size: int, tag: str) -> OpenVersion:
+        """Open a version of an object for reading.
+
+        Args: tag: ETag of the version, or what its origin has instead; "" if it has none.
+        Raises: what the packages raise.
+        """
+        return open_file(system, path)
+
+    def call(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which the packages are called."""
+        return contextlib.nullcontext()
+
+    # ---- errors ----
+
+    def meaning(self, text: str) -> Meaning | None:
+        """Return what the text of an error means; None: it does not tell."""
+        return None
+
+    def shortened(self, text: str) -> str:
+        """Return the part of the text of an error that helps a user."""
+        return text
+
+
+def cannot_pass(what: str) -> ReadError:
+    """Return the error for an access that the daemon cannot be given."""
+    return ReadError(
+        f"{what} cannot be passed to the daemon, which could not read these files",
+        hint="this process reads them by itself, by ranges",
+    )
+
+
+def refuse_others(settings: Options, scheme: Scheme) -> None:
+    """Raise a ReadError for settings that are not understood: the daemon would read without
+    them."""
+    for name in settings:
+        raise cannot_pass(f"the option {name!r} of {scheme.name}:// in fsspec's configuration")
+
+
+def without_none(options: Options) -> Options:
+    """Return the options that are set."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def new_file_system(url: str, **options: Any) -> tuple[Any, str]:
+    """Return a file system of fsspec that nobody else gets, and the path of a URL in it."""
+    core = importlib.import_module("fsspec.core")
+    system, path = core.url_to_fs(url, skip_instance_cache=True, **options)
+    return system, str(path)
+
+
+def open_file(system: Any, path: str, **options: Any) -> OpenVersion:
+    """Open a file of fsspec, of which each read is one request."""
+    return opened(file_of(system, path, **options))
+
+
+def file_of(system: Any, path: str, **options: Any) -> Any:
+    """Return an open file of fsspec without a cache."""
+    try:
+        return system.open(path, "rb", cache_type="none", **options)
+    except TypeError:  # of a file system whose files have no cache
+        return system.open(path, "rb")
+
+
+def opened(file: Any, *, conditional: bool = False, facts: Any = None) -> OpenVersion:
+    """Return an open file of fsspec as an `OpenVersion`."""
+
+    def fetch(start: int, end: int) -> bytes:
+        file.seek(start)
+        content: bytes = file.read(end - start)
+        return content
+
+    shared = getattr(getattr(file, "fs", None), "async_impl", False)
+    return OpenVersion(fetch, conditional, shared, facts)

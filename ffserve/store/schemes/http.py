@@ -1,0 +1,62 @@
+"""Web servers, with aiohttp. They may ignore conditions, so reads do not count as conditional."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, ClassVar
+
+from ffserve.store.schemes.base import (
+    OpenVersion,
+    Options,
+    Scheme,
+    new_file_system,
+    open_file,
+    refuse_others,
+)
+
+
+class Http(Scheme):
+    """Files of web servers."""
+
+    name = "http"
+    protocols = "http", "https"
+    has_query = True
+    package = module = "aiohttp"
+    loggers = ("aiohttp",)
+    settings = ("HTTP",)
+    options: ClassVar = {"headers": dict}
+    connection_errors = "ClientConnectionError", "ClientPayloadError"
+
+    def collect(self, settings: Options) -> Options:
+        headers = {**settings.pop("headers", {})}
+        client = dict(settings.pop("client_kwargs", {}))
+        headers.update(client.pop("headers", {}))
+        refuse_others({**settings, **client}, self)
+        return {"headers": headers} if headers else {}
+
+    def place(self, url: str, origin: str, options: Options, access: str) -> str:
+        # With headers an origin may answer for another name, or for another user.
+        return f"{origin} with headers {access}" if options.get("headers") else origin
+
+    def connect(self, url: str, options: Options) -> tuple[Any, str]:
+        client = {"timeout": self._timeout(), "trust_env": False}
+        if options.get("headers"):
+            client["headers"] = options["headers"]
+        return new_file_system(url, client_kwargs=client)
+
+    def defaults(self, settings: Options) -> Options:
+        return {"client_kwargs": {"timeout": self._timeout()}}
+
+    def open(self, system: Any, path: str, *, size: int, tag: str) -> OpenVersion:
+        # Offsets are those of the file, not of its compressed form.
+        headers = {**system.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
+        if tag and not tag.startswith("W/"):
+            headers["If-Match"] = f'"{tag}"'
+        return open_file(system, path, size=size, headers=headers)
+
+    def _timeout(self) -> Any:
+        kind = importlib.import_module("aiohttp").ClientTimeout
+        return kind(total=None, sock_connect=self.connect_s, sock_read=self.silent_s)
+
+
+SCHEME = Http()
