@@ -150,7 +150,7 @@ _Place: TypeAlias = tuple[str, int, Hashable]
 
 @dataclass(slots=True)
 class _Repeated:
-    """What happens again: the time of its next line, and how often it happened since the last."""
+    """A repeated event: the time of its next line, and how often it happened since the last one."""
 
     level: int
     next_at: float

@@ -274,7 +274,7 @@ class Pages:
 
     def _is_free(self, start: int, wanted: int) -> bool:
         """Whether there is memory for the next pages. In a container that started again, clients
-        that have not moved yet hold the arena of the daemon before, against the same limit."""
+        that have not moved yet hold the arena of the previous daemon, against the same limit."""
         if start < self._free_to <= wanted:
             return True
         size = min(_CHECKED_SIZE, wanted - start)

@@ -56,7 +56,7 @@ _SMALLEST_CAPACITY = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class KeptMemory:
-    """What a predecessor left, checked. domains: the first one at the front. shards: rising."""
+    """The memory of a predecessor, checked. domains: by number. shards: by first sample."""
 
     page: MemoryFile
     inventory: Inventory

@@ -52,11 +52,11 @@ class WaitingClaim:
     answer: Callable[[States], object]
     later: Callable[[WaitingClaim], object]
     claim: _HeldClaim | None = None
-    """That it waits for. When that has ended, it waits for the next one, if there is any."""
+    """The claim that this one waits for. When that has ended, it waits for the next, if any."""
 
     @property
     def amount(self) -> int:
-        """What it counts as, of what a user may have."""
+        """How many samples it counts as, of those that a user may have."""
         return max(len(self.numbers), LEAST_WAITING)
 
 
@@ -86,7 +86,7 @@ class Claims:
         self._user_of = user_of
         self._claims: dict[int, _HeldClaim] = {}
         self._awaited: dict[int, _HeldClaim] = {}
-        """Those that somebody waits, or has waited, for."""
+        """Claims that a session waits, or has waited, for."""
         self._held: dict[object, set[int]] = {}
         self._waiting: dict[object, set[WaitingClaim]] = {}
         self._amounts: Counter[object] = Counter()

@@ -27,7 +27,7 @@ EVICTED_COUNT = 1024
 
 @dataclass(slots=True, eq=False)
 class PrepareRequest:
-    """What a PREPARE asks for. source: the data set, which stays open meanwhile."""
+    """The content of a PREPARE message. source: the data set, which stays open meanwhile."""
 
     source: OpenDataset
     key: bytes
@@ -57,7 +57,7 @@ class SessionRequests(Protocol):
 
 
 class Sharing:
-    """What a session does with prepared samples.
+    """The part of a session that shares prepared samples.
 
     Args:
         preparer: called with the tag and what is asked for to get the memory file; `opened` or

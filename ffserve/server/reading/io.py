@@ -64,7 +64,7 @@ class _Reading:
 
 
 class ReadEvents(Protocol):
-    """What becomes of reads; called in the loop's thread, with the time."""
+    """The receiver of what becomes of reads. It is called in the loop's thread, with the time."""
 
     def ended(self, loads: list[Load], now: float) -> None:
         """These loads have ended, with their failures. There may be none."""
@@ -128,7 +128,8 @@ class Engines:
         self._second, self._second_of_remote = (
             SecondReader(memory, directory, self._ended_apart) for _ in range(2)
         )
-        """For damaged samples; for those of remote files, which may wait for an origin."""
+        """Readers of damaged samples. The second one is for remote files, whose reads may wait for
+        an origin."""
         self._events = events
         self._done: list[Load] = []
         """Loads that have ended and were not reported yet."""
@@ -139,9 +140,9 @@ class Engines:
         self.read_size = 0
         """Bytes read from files since the start, over-read included."""
         self.cached_size = 0
-        """Those of them that were read from the page cache, without over-read and chunks."""
+        """The bytes of these that were read from the page cache, without over-read and chunks."""
         self.reading = Histogram()
-        """From the submission of reads to their end."""
+        """How long reads took, from their submission to their end."""
 
     # ---- engines --------------------------------------------------------------------------
 

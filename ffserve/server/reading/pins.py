@@ -1,4 +1,4 @@
-"""Pins: slots that answered requests hold until their client has copied the samples, and leases.
+"""Pins: the slots that answered GETs hold until their client has copied the samples, and leases.
 
 A finished GET keeps its samples pinned until the client acknowledges it. Its pins can be taken back
 at any time: a client that copies too late sees the seqlock move and asks again. Leases cannot, so

@@ -103,15 +103,16 @@ class Scheduler:
         self.request_count = 0
         """Requests of all sessions that are not finished."""
         self.blocked_count = 0
-        """Those that wait for memory."""
+        """Requests that wait for memory."""
         self._pumped = 0.0
         self._busy_since, self._busy_size = 0.0, 0
-        """Since when reads are in flight, or were measured, and the bytes read since."""
+        """The time since when reads are in flight, or of the last measurement, and the bytes read
+        since then."""
         self._stopped = False
         self.queued, self.blocked = Histogram(), Histogram()
         """How long requests waited for their first turn; and for memory."""
         self.reads_of: dict[str, JobReads] = {}
-        """By job."""
+        """The reads of each job, by its name."""
 
     @property
     def _share_size(self) -> int:

@@ -50,7 +50,7 @@ class Rates:
 
     def __init__(self, now: float, count: int) -> None:
         self._marks = deque([(now, (0,) * count)])
-        """What the counters were; the oldest is as old as the means."""
+        """Earlier values of the counters. The oldest ones are as old as the means reach back."""
 
     def note(self, now: float, counters: tuple[int, ...]) -> None:
         """Keep what the counters are; called every few seconds at least."""
@@ -86,7 +86,7 @@ class Statistics:
         self.hit_batches = Histogram()
         """Copying batches of cached samples, as clients report it."""
         self.requests = Histogram()
-        """From GET or LEASE to its answer."""
+        """How long requests took, from GET or LEASE to the answer."""
 
     def take_times(self, took_ns: int, packed: bytes) -> None:
         """Add what a client reports in TIMES. Raises: ProtocolError."""

@@ -29,7 +29,7 @@ _FEW_PINS = 1024
 
 @dataclass(eq=False, slots=True)
 class UserTurns:
-    """What the scheduler knows of one user."""
+    """The turns of one user: its runnable and blocked requests, its reads, pins and leases."""
 
     user: User
     jobs: deque[str] = field(default_factory=deque)
@@ -37,14 +37,14 @@ class UserTurns:
     sessions: dict[str, deque[Requester]] = field(default_factory=dict)
     """The sessions of these jobs that have a runnable request."""
     blocked: deque[SampleRequest] = field(default_factory=deque)
-    """By the time since when they wait."""
+    """Requests that wait for memory, the one that has waited longest first."""
     tried: int = 0
     """The number of `blocked` that is tried next."""
     failed_at: float = float("-inf")
     failed_after: int = 0
-    """When no memory was found last, and how many releases of pins there had been by then."""
+    """The time at which no memory was found last, and the number of releases of pins by then."""
     pins: deque[tuple[float, Requester, int]] = field(default_factory=deque)
-    """When GETs were finished, their sessions and tags; some are acknowledged already."""
+    """Finished GETs: the time, the session and the tag; some are acknowledged already."""
     most_pins: int = _FEW_PINS
     reads: int = 0
     read_size: int = 0

@@ -86,9 +86,9 @@ class JobTable:
         self._engines = engines
         self._statistics = statistics
         self.all: OrderedDict[str, Job] = OrderedDict()
-        """By name."""
+        """All known jobs, by name."""
         self.rates = Rates(now, COUNTERS)
-        """Of all jobs together."""
+        """The rates of all jobs together."""
 
     def obtain(self, name: str, now: float, user: Viewer) -> Job:
         """Return a user's job of this name; create it if it is new. If a job of another user has

@@ -333,7 +333,7 @@ class SessionDatasets:
         return self._datasets.get(number)
 
     def get(self, number: int, message: str) -> OpenDataset:
-        """Return an open data set. Raises: ProtocolError: the number in a message is none."""
+        """Return an open data set. Raises: ProtocolError: no data set has the number."""
         dataset = self._datasets.get(number)
         if dataset is None:
             raise ProtocolError(f"{message} message for data set {number}, which is not open")
