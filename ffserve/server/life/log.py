@@ -19,17 +19,13 @@ from typing import TypeAlias
 
 from ffserve.config import LogFormat
 from ffserve.errors import printable
+from ffserve.limits import MOST_LOG_KEYS, MOST_LOG_LINE, MOST_LOG_LINES, MOST_USER_LOG_KEYS
 
 log = logging.getLogger("ffserve")
 
 FIRST_INTERVAL_S, LONGEST_INTERVAL_S = 60.0, 3600.0
 """The interval between two lines about the same event. It doubles while the event goes on, up to
 LONGEST_INTERVAL_S."""
-MOST_KEYS, MOST_OF_USER = 1024, 32
-"""Repetitions are counted separately for so many files, users and devices in all, and for so
-many that one user causes. All others are counted together."""
-MOST_LINES, MOST_LINE = 100, 500
-"""So many lines are kept for STATUS, with at most MOST_LINE characters each."""
 NOBODY = -1
 """The user of a line that no user caused."""
 
@@ -121,10 +117,10 @@ class LatestLines(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._lines: deque[Line] = deque(maxlen=MOST_LINES)
+        self._lines: deque[Line] = deque(maxlen=MOST_LOG_LINES)
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage().encode(errors="backslashreplace").decode()[:MOST_LINE]
+        text = record.getMessage().encode(errors="backslashreplace").decode()[:MOST_LOG_LINE]
         user = getattr(record, "user", NOBODY)
         self._lines.append(Line(record.created, record.levelname.lower(), text, user))
 
@@ -187,9 +183,9 @@ class RepeatedLines:
         self, level: int, text: str, arguments: tuple[object, ...], place: _Place, now: float
     ) -> None:
         user = place[1]
-        if place not in self._lines and self._of_user[user] >= MOST_OF_USER:
+        if place not in self._lines and self._of_user[user] >= MOST_USER_LOG_KEYS:
             place = text, user, None
-        if place not in self._lines and len(self._lines) >= MOST_KEYS:
+        if place not in self._lines and len(self._lines) >= MOST_LOG_KEYS:
             place = text, NOBODY, None
         line = text % arguments
         repeated = self._lines.get(place)

@@ -10,12 +10,9 @@ import numpy as np
 
 from ffserve.dtypes import Int32s, Int64s
 from ffserve.engine.io import Engine, EngineBatch
+from ffserve.limits import MOST_ENGINES
 from ffserve.reads.page_cache import CachedFiles
 from ffserve.server.files.remote import RemoteShard
-
-MOST_ENGINES = 16
-"""Devices without a disk (tmpfs, subvolumes), of which users can make any number, get engines of
-their own while the daemon has fewer engines than this. Further such devices share these engines."""
 
 
 class Device:

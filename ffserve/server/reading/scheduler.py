@@ -34,6 +34,7 @@ from typing import Any
 from ffserve.cache.cache import Cache, Load
 from ffserve.cache.prefetch import Piece, Prefetcher
 from ffserve.errors import STATUS_ARENA_BUSY, Failure
+from ffserve.limits import ARENA_SHARE, MOST_COUNTED_JOBS, MOST_UNACKNOWLEDGED
 from ffserve.server.reading.pins import Pins
 from ffserve.server.reading.requests import Answered, Reply, Requester, SampleRequest
 from ffserve.server.reading.statistics import Histogram
@@ -59,14 +60,6 @@ RETRY_S = 0.01
 A user with less than an equal share looks again as soon as a pin was released."""
 GIVE_UP_S = 20.0
 """The next sample of a request that has been blocked for so long fails."""
-ARENA_SHARE = 8
-"""A request that has pinned 1 part in ARENA_SHARE of the arena is answered in part."""
-MOST_UNACKNOWLEDGED = 1024
-"""The pins of so many GETs of one session wait for an acknowledgement. With more GETs, the
-oldest lose their pins, so a client that never acknowledges does not make the daemon's memory
-grow."""
-MOST_COUNTED_JOBS = 1024
-"""The scheduler counts the reads of so many jobs."""
 MEASURED_SIZE, MEASURED = 16 << 20, 8
 """The time of a read is measured over so many bytes that are read while reads are in flight; a
 mean of about MEASURED measurements is kept."""
