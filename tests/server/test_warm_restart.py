@@ -464,7 +464,7 @@ def test_files_that_are_not_what_they_should_be(
             if name in (PAGE_NAME, NAME):
                 not_taken(fds, reason)
             else:
-                not_taken(fds, "the first domain is lost")
+                not_taken(fds, "the memory of the first domain is missing")
                 assert re.search(f"dropped the samples of .*{reason}", caplog.text)
                 caplog.clear()
 
@@ -480,7 +480,7 @@ def test_files_that_are_not_what_they_should_be(
         ("generation", 0, "invalid generation"),
         ("terms", b"\0" * 32, "another value of 'common'"),
         ("state", 2, "internal error"),
-        ("attempts", MOST_ATTEMPTS, "ended while they took it over"),
+        ("attempts", MOST_ATTEMPTS, "ended while they were taking over this memory"),
     ],
 )
 def test_headers_that_are_not_believed(
@@ -588,7 +588,7 @@ Server._show_life = faulty
         assert daemon.process.wait(DEADLINE_S) == EXIT_FAULT
         daemon.process = None
         trigger.unlink()
-        cold(daemon, "ended by an internal error", paths[0])
+        cold(daemon, "ended with an internal error", paths[0])
 
 
 def test_a_stopped_service_keeps_nothing(paths: list[str]) -> None:

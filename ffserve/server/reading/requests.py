@@ -74,7 +74,7 @@ class SampleRequest(Fetch):
 
     def __init__(
         self,
-        owner: Owner,
+        owner: Requester,
         tag: int,
         numbers: Int64s,
         *,
@@ -127,7 +127,7 @@ class Answered:
 
 
 @dataclass(eq=False, slots=True)
-class Owner:
+class Requester:
     """One session as the scheduler sees it: its requests, pins and leases."""
 
     finished: Callable[[SampleRequest, float], None]
