@@ -23,8 +23,8 @@ import numpy as np
 
 import ffserve
 from ffserve.config import parse_size
+from ffserve.disk.shardfile import write_index_file
 from ffserve.formats.tfrecord import TFRecordEncoder
-from ffserve.shardfile import write_index_file
 
 SAMPLE_SIZE = 16 << 10
 BATCH_COUNT = 64

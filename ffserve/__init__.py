@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ffserve._version import __version__
 from ffserve.errors import (
     AccessDenied,
     ChecksumError,
@@ -44,11 +45,10 @@ if TYPE_CHECKING:
     )
     from ffserve.client.source import Batch
     from ffserve.compat.ffrecord import FileReader, FileWriter, checkFsAlign
-    from ffserve.compat.packed_folder import PackedFolder, pack_folder
+    from ffserve.folders.packed_folder import PackedFolder, pack_folder
     from ffserve.reader import Reader, open
     from ffserve.writer import Writer, create
 
-__version__ = "0.1.0"
 
 _HOMES = {
     "open": "ffserve.reader",
@@ -59,8 +59,8 @@ _HOMES = {
     "FileReader": "ffserve.compat.ffrecord",
     "FileWriter": "ffserve.compat.ffrecord",
     "checkFsAlign": "ffserve.compat.ffrecord",
-    "PackedFolder": "ffserve.compat.packed_folder",
-    "pack_folder": "ffserve.compat.packed_folder",
+    "PackedFolder": "ffserve.folders.packed_folder",
+    "pack_folder": "ffserve.folders.packed_folder",
 }
 _MODULES = (
     "aio",
@@ -95,6 +95,7 @@ __all__ = [
     "TruncatedError",
     "UsageError",
     "Writer",
+    "__version__",
     "aio",
     "checkFsAlign",
     "convert",

@@ -30,7 +30,8 @@ from ffserve.client.announced import check_count
 from ffserve.client.failover import LoopSelector, OpenRequest, announce
 from ffserve.client.loop import Failed, in_thread, loop_state
 from ffserve.client.source import Batch, Target, cut
-from ffserve.dataset import PathLike, ShardInfo, expand_paths
+from ffserve.dataset.layout import ShardInfo
+from ffserve.dataset.paths import PathLike, expand_paths
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.errors import FFServeError, UsageError
 from ffserve.reader import (

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from ffserve.errors import UsageError
-from ffserve.machine import usable_memory
-from ffserve.socket_path import MAX_SOCKET_PATH, default_socket_path
+from ffserve.system.machine import usable_memory
+from ffserve.system.socket_path import MAX_SOCKET_PATH, default_socket_path
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 # Functions, not modules: where ffserve is not in site-packages, Hugging Face's pickler copies the
 # modules that a program's function uses, with all that these import.
-from ffserve.dataset import expand_paths
+from ffserve.dataset.paths import expand_paths
 from ffserve.errors import FFServeError, FormatError, UsageError
 from ffserve.formats import suffixes
 from ffserve.reader import open as open_files

@@ -16,7 +16,7 @@ from typing import Any
 
 from ffserve import example, formats
 from ffserve import reader as readers
-from ffserve.dataset import PathLike, expand_paths
+from ffserve.dataset.paths import PathLike, expand_paths
 from ffserve.errors import UsageError
 from ffserve.writer import create
 

@@ -27,7 +27,9 @@ from ffserve.client.failover import OpenRequest, SourceSelector, closed_error
 from ffserve.client.local import LocalSource
 from ffserve.client.source import Batch, Leased, Source, cut
 from ffserve.client.stream import RecordStream
-from ffserve.dataset import PathLike, ShardInfo, as_int64, check_range, expand_paths
+from ffserve.dataset.layout import ShardInfo, as_int64, check_range
+from ffserve.dataset.paths import PathLike, expand_paths
+from ffserve.disk.files import is_compressed
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.errors import (
     ArenaError,
@@ -36,7 +38,6 @@ from ffserve.errors import (
     UsageError,
     raise_first,
 )
-from ffserve.files import is_compressed
 from ffserve.formats.tfstream import RECORD_LIMIT
 from ffserve.store.origin import Identity
 

@@ -29,11 +29,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import formats
+from ffserve.disk.files import os_error, os_hint, read_at_of, wrap_os_error
+from ffserve.disk.output import OutputFile, write_error, writing
 from ffserve.errors import FFServeError, ReadError, UsageError
-from ffserve.files import os_error, os_hint, read_at_of, wrap_os_error
 from ffserve.formats.base import BatchEncoder, Encoder, Format, GrowingEncoder
 from ffserve.formats.recordio import FORMAT as RECORDIO
-from ffserve.output import OutputFile, write_error, writing
 
 BUFFER_SIZE = 4 << 20
 """Smaller pieces are collected into writes of this size."""

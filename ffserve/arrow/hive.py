@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 
 import pyarrow as pa
 
+from ffserve.disk.files import wrap_os_error
 from ffserve.errors import FormatError, MissingFile, UsageError
-from ffserve.files import wrap_os_error
 from ffserve.store.fetching import find
 from ffserve.store.origin import Identity, sized
 from ffserve.store.urls import has_magic, is_url, shown

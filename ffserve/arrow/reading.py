@@ -30,18 +30,18 @@ from ffserve.arrow import hive
 from ffserve.arrow.columns import Inference, Place, check_schema, decode, records_at
 from ffserve.arrow.hive import DataFile
 from ffserve.arrow.options import RecordType
+from ffserve.disk.files import is_compressed, open_regular, read_at_of
 from ffserve.dtypes import Bytes
 from ffserve.engine import codec
 from ffserve.engine.codec import FRAME_HEADER_SIZE, FRAME_SIZE, checksums
 from ffserve.engine.example import ExampleRecords
 from ffserve.errors import FFServeError, FormatError, UsageError
-from ffserve.files import is_compressed, open_regular, read_at_of
 from ffserve.formats.base import CHECKSUM_CRC32C, HEAD_SIZE, ReadAt
 from ffserve.formats.tfstream import compression_of
-from ffserve.socket_path import find_socket
 from ffserve.store.opening import parsed
 from ffserve.store.origin import Identity
 from ffserve.store.ranges import RangedObject
+from ffserve.system.socket_path import find_socket
 
 if TYPE_CHECKING:
     from ffserve.reader import Reader
@@ -252,7 +252,7 @@ def pieces_of(table: RecordTable, file: DataFile, limit: int) -> Iterator[Piece]
 
 def _cuts(table: RecordTable, file: DataFile, parts: int) -> list[tuple[int, int]]:
     """Return records that divide a file into parts of about equal size, and where they begin."""
-    from ffserve.shardfile import open_shard
+    from ffserve.disk.shardfile import open_shard
 
     if file.version is not None:
         with _opened(file) as (read_at, size):

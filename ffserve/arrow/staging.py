@@ -26,8 +26,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ffserve.disk.output import sync_directory, writing
 from ffserve.errors import ReadError, UsageError
-from ffserve.output import sync_directory, writing
 
 TEMPORARY, SUCCESS = "_temporary", "_SUCCESS"
 _OWNER, _PLAN, _OLD = "owner.json", "commit.json", "old"

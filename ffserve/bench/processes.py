@@ -19,8 +19,8 @@ from types import FrameType
 from typing import Any
 
 from ffserve.client import connection
+from ffserve.disk.output import write_error
 from ffserve.errors import FFServeError, ServerUnavailable
-from ffserve.output import write_error
 
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 10.0

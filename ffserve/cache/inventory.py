@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from ffserve.cache.arena import SMALLEST_SLOT, SlabTables
 from ffserve.dtypes import Bytes, Int32s, Int64s
 from ffserve.errors import ReadError
-from ffserve.memfd import MemoryFile, SharedMemory
+from ffserve.system.memfd import MemoryFile, SharedMemory
 
 MAGIC = int.from_bytes(b"FFSERVE\0", "little")
 LAYOUT = 1

@@ -31,7 +31,7 @@ from ffserve.dtypes import Bools, Int32s, Int64s, UInt32s, UInt64s
 from ffserve.engine.slots import Shards
 from ffserve.errors import ReadError
 from ffserve.formats.base import UNKNOWN_LENGTH, ChunkedShard
-from ffserve.memfd import MemoryFile, SharedMemory, discard_zeros, private_zeros
+from ffserve.system.memfd import MemoryFile, SharedMemory, discard_zeros, private_zeros
 
 ENTRY_DTYPE = np.dtype([("seq", "<u4"), ("length_low", "<u4"), ("place", "<u8")])
 CAPACITY = 1 << 32

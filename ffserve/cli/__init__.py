@@ -145,7 +145,7 @@ def report(error: BaseException) -> int:
     from ffserve.server.life.log import priority
 
     if isinstance(error, OSError) and isinstance(error.filename, (str, bytes)):
-        from ffserve.files import os_error
+        from ffserve.disk.files import os_error
 
         error = os_error(error, os.fsdecode(error.filename))
     hint = error.hint if isinstance(error, FFServeError) else None

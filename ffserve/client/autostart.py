@@ -21,10 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from ffserve.disk.files import os_error, wrap_os_error
 from ffserve.errors import AccessDenied, ServerUnavailable, UsageError
-from ffserve.files import os_error, wrap_os_error
-from ffserve.socket_path import prepare_socket_directory
 from ffserve.store.directory import default_directory
+from ffserve.system.socket_path import prepare_socket_directory
 
 IDLE_TIMEOUT_S = 600
 """How long a daemon that was started here stays after its last client."""

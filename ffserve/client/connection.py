@@ -44,7 +44,7 @@ from ffserve.client.handshake import Handshake
 from ffserve.client.memory import receive
 from ffserve.dtypes import Int64s
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
-from ffserve.socket_path import find_socket
+from ffserve.system.socket_path import find_socket
 
 T = TypeVar("T")
 

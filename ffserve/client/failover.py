@@ -44,9 +44,9 @@ from ffserve.errors import (
     ServerUnavailable,
     UsageError,
 )
-from ffserve.socket_path import find_socket, user_socket
 from ffserve.store.origin import Identity
 from ffserve.store.urls import is_url
+from ffserve.system.socket_path import find_socket, user_socket
 
 log = logging.getLogger("ffserve")
 

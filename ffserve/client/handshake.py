@@ -19,9 +19,9 @@ from ffserve import protocol
 from ffserve.client.channel import RECEIVE_SIZE, Channel
 from ffserve.client.memory import Memories, UnmappedError, check_page, close_all
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
-from ffserve.memfd import lock_byte
 from ffserve.protocol import Message
-from ffserve.socket_path import MAX_SOCKET_PATH
+from ffserve.system.memfd import lock_byte
+from ffserve.system.socket_path import MAX_SOCKET_PATH
 
 CONNECT_TIMEOUT_S = 5.0
 
@@ -66,7 +66,7 @@ class Handshake:
 
     def _exchange(self, decoder: protocol.Decoder, job: str) -> dict[str, Any]:
         """Send HELLO; return what WELCOME says."""
-        from ffserve import __version__
+        from ffserve._version import __version__
 
         hello = protocol.Hello(
             {

@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve import shardfile
-from ffserve.client.local_chunks import ChunkCache, ChunkReads
+from ffserve.client.local_chunks import ChunkCache, ChunkReads, in_decoding_thread
 from ffserve.client.local_files import ShardFiles, fitting_share
 from ffserve.client.source import Batch, Indices, Leased, Target, check_out, places
 from ffserve.client.windows import Part, Windows
-from ffserve.dataset import Layout, ShardInfo, as_int64, combined_fingerprint
+from ffserve.dataset.layout import Layout, ShardInfo, as_int64, combined_fingerprint
+from ffserve.disk import shardfile
+from ffserve.disk.files import open_regular, raise_file_limit
 from ffserve.dtypes import Bytes, Int32s, Int64s
 from ffserve.engine.io import Engine, EngineBatch, local_engine
 from ffserve.errors import (
@@ -33,10 +34,9 @@ from ffserve.errors import (
     ServerUnavailable,
     raise_first,
 )
-from ffserve.files import open_regular, raise_file_limit
 from ffserve.formats.base import UNKNOWN_LENGTH
 from ffserve.reads.opening import How, OpenFiles, Tables, enter, read_single, read_together
-from ffserve.reads.records import Failures, outcome_of, record_batch
+from ffserve.reads.records import BatchEngine, Failures, outcome_of, record_batch
 
 log = logging.getLogger("ffserve")
 
@@ -82,17 +82,15 @@ class PartlyRead:
 @dataclass(slots=True)
 class LocalRequest:
     """A request of which an engine reads a batch: the samples at `positions`. None: nothing is left
-    to read. windows, parts: what all of its samples come from. coming: what is read of the
-    others by ranges (`ranged.py`)."""
+    to read. windows, parts: what all of its samples come from."""
 
     indices: Int64s
     target: Target
     positions: Int64s
     batch: EngineBatch | None
-    engine: Engine
+    engine: BatchEngine
     windows: Windows | None = None
     parts: list[Part] = field(default_factory=list)
-    coming: PartlyRead | None = None
 
 
 @dataclass(slots=True)
@@ -104,7 +102,7 @@ class ChunkedRequest:
 
     indices: Int64s
     target: Target
-    engine: Engine
+    engine: BatchEngine
     apart: bool
     out: Bytes | None
     chunks: ChunkReads
@@ -130,7 +128,7 @@ class LocalSource:
         format: str | None,
         verify: bool,
         tolerant: bool = False,
-        engine: Callable[[], Engine] = process_engine,
+        engine: Callable[[], BatchEngine] = process_engine,
         seen: Callable[[int], object] | None = None,
         *,
         share: float | None = None,
@@ -138,7 +136,7 @@ class LocalSource:
     ) -> None:
         self._choose_engine = engine
         self._files = ShardFiles()
-        self._engine: Engine | None = None
+        self._engine: BatchEngine | None = None
         self._attaching = threading.Lock()
         self._pending = 0
         """Requests that are not finished; after `close` the last one closes the files."""
@@ -247,13 +245,13 @@ class LocalSource:
         self._lengths[start : start + len(lengths)] = lengths
 
     def _new_chunk_cache(self) -> ChunkCache:
-        return ChunkCache(self._chunked, self._learned, self._warn)
+        return ChunkCache(self._chunked, self._learned, self._warn, in_decoding_thread)
 
     def _learned(self, shard: int, chunk: int, lengths: Int64s) -> None:
         first = int(self.layout.firsts[shard] + self._chunked[shard].chunks.firsts[chunk])
         self._lengths[first : first + len(lengths)] = lengths
 
-    def _attach(self) -> Engine:
+    def _attach(self) -> BatchEngine:
         """Return the engine, and count a request: the files stay open until it is over.
 
         Raises: ServerUnavailable when the source was closed.
@@ -269,7 +267,7 @@ class LocalSource:
             self._pending += 1
             return self._engine
 
-    def _attach_decoding(self, engine: Engine) -> None:
+    def _attach_decoding(self, engine: BatchEngine) -> None:
         """Chunks are waited for by threads, which an engine in an event loop does not allow."""
         self._decoding, self._decoding_numbers = engine, self._numbers
         if self._chunked and engine is not process_engine():
@@ -414,7 +412,7 @@ class LocalSource:
 
     def _submit(
         self,
-        engine: Engine,
+        engine: BatchEngine,
         files: Int32s,
         indices: Int64s,
         found: PartlyRead,
@@ -445,7 +443,7 @@ class LocalSource:
 
     def _submit_chunks(
         self,
-        engine: Engine,
+        engine: BatchEngine,
         indices: Int64s,
         inside: NDArray[np.bool_],
         apart: bool,

@@ -20,7 +20,6 @@ import numpy as np
 from ffserve.client.source import Target
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.engine.codec import scatter
-from ffserve.engine.io import Engine
 from ffserve.errors import FFServeError, status_error
 from ffserve.formats.base import ChunkedShard
 from ffserve.reads.chunks import (
@@ -32,6 +31,7 @@ from ffserve.reads.chunks import (
     batches,
     thread_pool,
 )
+from ffserve.reads.records import BatchEngine
 
 KEPT_SIZE = 64 << 20
 """Bytes of decoded chunks that a source keeps; the last chunk is kept however large."""
@@ -45,13 +45,13 @@ _pool: ThreadPoolExecutor | None = None
 """Of this process, for all sources."""
 
 
-def decoding_threads() -> ThreadPoolExecutor:
-    """Return the threads that decode chunks, of all sources of this process."""
+def in_decoding_thread(call: Callable[[], None]) -> None:
+    """Have a function called by one of the threads that decode chunks of all sources."""
     global _pool
     with _lock:
         if _pool is None:
             _pool = thread_pool()
-        return _pool
+    _pool.submit(call)
 
 
 def _drop_threads() -> None:
@@ -90,7 +90,8 @@ class ChunkCache:
 
     Args: shards: those with chunks, by their number in the data set. learned: gets the lengths of a
         chunk's records (shard, chunk, lengths), in any thread. warn: called with a shard of which a
-        chunk was right at the second read only, in any thread.
+        chunk was right at the second read only, in any thread. in_thread: has a function called
+        that waits for a batch and decodes it.
     """
 
     def __init__(
@@ -98,10 +99,12 @@ class ChunkCache:
         shards: dict[int, ChunkedShard],
         learned: Callable[[int, int, Int64s], None],
         warn: Callable[[int], None],
+        in_thread: Callable[[Callable[[], None]], object],
     ) -> None:
         self._shards = shards
         self._learned = learned
         self._warn = warn
+        self._in_thread = in_thread
         self._lock = threading.Lock()
         self._kept: OrderedDict[Key, Future[DecodedChunk | FFServeError]] = OrderedDict()
         self._kept_size = 0
@@ -127,7 +130,7 @@ class ChunkCache:
         return int(self._shards[key[0]].chunks.sizes[key[1]])
 
     def fetch(
-        self, engine: Engine, file_of: FileOf, keys: list[Key]
+        self, engine: BatchEngine, file_of: FileOf, keys: list[Key]
     ) -> list[Future[DecodedChunk | FFServeError]]:
         """Start to read and decode chunks that are not kept; return at once."""
         with self._lock:
@@ -152,38 +155,25 @@ class ChunkCache:
             file = file_of(key[0], begin)
             yield Chunk(shard, k, k + 1, begin, end, *file, key=key, decoded=Future())
 
-    def _read(self, engine: Engine, file_of: FileOf, chunks: list[Chunk]) -> None:
+    def _read(self, engine: BatchEngine, file_of: FileOf, chunks: list[Chunk]) -> None:
         reading = ChunkBatch(chunks, self._buffers)
         reading.batch.keep = reading.batch.keep, file_of
         engine.submit(reading.batch)
-        self._keep(chunks)
-
-        def decode() -> None:
-            engine.wait(reading.batch)
-            for chunk, _, _, outcome, again in reading.decode(new_memory):
-                self._end(chunk, outcome, again)
-
-        decoding_threads().submit(self._decode, chunks, decode)
-
-    def _keep(self, chunks: list[Chunk]) -> None:
-        """Chunks are being read."""
         for chunk in chunks:
             self._kept[chunk.key] = chunk.decoded
             self._kept_size += self.size(chunk.key)
 
-    @staticmethod
-    def _decode(chunks: list[Chunk], decode: Callable[[], object]) -> None:
-        """Decode chunks, in a thread. Who waits for them must not wait for ever."""
-        try:
-            decode()
-        except BaseException as error:
-            for chunk in chunks:
-                if not chunk.decoded.done():
-                    chunk.decoded.set_exception(error)
+        def decode() -> None:
+            try:
+                engine.wait(reading.batch)
+                for chunk, _, _, outcome, again in reading.decode(new_memory):
+                    chunk.decoded.set_result(self._outcome(chunk, outcome, again))
+            except BaseException as error:  # a request must not wait for ever
+                for chunk in chunks:
+                    if not chunk.decoded.done():
+                        chunk.decoded.set_exception(error)
 
-    def _end(self, chunk: Chunk, outcome: Outcome, again: bool) -> None:
-        """A chunk is decoded, or cannot be."""
-        chunk.decoded.set_result(self._outcome(chunk, outcome, again))
+        self._in_thread(decode)
 
     def _outcome(self, chunk: Chunk, outcome: Outcome, again: bool) -> DecodedChunk | FFServeError:
         if isinstance(outcome, DecodedChunk):
@@ -207,7 +197,7 @@ class ChunkReads:
     """
 
     def __init__(
-        self, cache: ChunkCache, engine: Engine, file_of: FileOf, wanted: list[ChunkRecords]
+        self, cache: ChunkCache, engine: BatchEngine, file_of: FileOf, wanted: list[ChunkRecords]
     ) -> None:
         self.failed: dict[int, FFServeError] = {}
         self._found: list[tuple[Int64s, Bytes, Int64s, Int64s]] = []

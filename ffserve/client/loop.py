@@ -317,11 +317,8 @@ class LoopState:
     async def _read_local(
         self, source: LocalSource, numbers: Int64s, apart: bool, out: Bytes | None
     ) -> tuple[Target, Failed]:
-        if isinstance(source, RangedSource):  # it waits for the network
-            reading = pool().submit(source.read, numbers, apart, out)
-            return await undisturbed(asyncio.wrap_future(reading))
         request = source.start(numbers, apart=apart, out=out)
-        if isinstance(request, ChunkedRequest):
+        if isinstance(request, ChunkedRequest) or isinstance(source, RangedSource):
             finishing = pool().submit(source.finish, request)
             failed = await undisturbed(asyncio.wrap_future(finishing))
         else:

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from ffserve.dtypes import Bytes
 from ffserve.engine.shm import ENTRY_DTYPE
 from ffserve.errors import ProtocolError, ReadError, ServerUnavailable
-from ffserve.memfd import can_map, is_sealed, map_read_only
 from ffserve.protocol import MOST_FILES
+from ffserve.system.memfd import can_map, is_sealed, map_read_only
 
 FILES = 3
 """Descriptors of a domain."""

@@ -25,7 +25,7 @@ from ffserve.client.connection import Connection, Driver
 from ffserve.client.memory import address, span
 from ffserve.client.source import Batch, Indices, Leased, Target, arrays_of, check_out, cut, places
 from ffserve.client.statistics import ClientStatistics
-from ffserve.dataset import Layout, ShardInfo, combined_fingerprint
+from ffserve.dataset.layout import Layout, ShardInfo, combined_fingerprint
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.engine.arrays import integers, separate
 from ffserve.engine.shm import Located, MappedView

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.dataset import ShardInfo
+from ffserve.dataset.layout import ShardInfo
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.engine.arrays import separate
 from ffserve.engine.shm import Batch as Batch

@@ -11,8 +11,8 @@ from typing import IO, cast
 import numpy as np
 
 from ffserve.client.source import Batch
+from ffserve.disk.files import opener, os_error
 from ffserve.errors import FFServeError, ReadError
-from ffserve.files import opener, os_error
 from ffserve.formats.base import HEAD_SIZE
 from ffserve.formats.tfstream import (
     FrameStream,

@@ -22,15 +22,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve import parallel
 from ffserve import reader as readers
 from ffserve.client.source import Batch
-from ffserve.dataset import expand_paths
+from ffserve.dataset.paths import expand_paths
+from ffserve.disk.files import read_at_of
+from ffserve.disk.output import staged_directory
 from ffserve.errors import MissingFile, SampleIndexError, UsageError
-from ffserve.files import read_at_of
 from ffserve.formats import by_name, suffixes
-from ffserve.output import staged_directory
 from ffserve.store.urls import is_url
+from ffserve.system import parallel
 from ffserve.writer import create
 
 _CHECK_FS_ALIGN = 0x8004_6664

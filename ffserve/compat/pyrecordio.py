@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from ffserve import reader as readers
 from ffserve import writer as writers
+from ffserve.disk.files import open_regular, read_at_of
 from ffserve.errors import SampleIndexError, UsageError
-from ffserve.files import open_regular, read_at_of
 from ffserve.formats.recordio import FORMAT
 from ffserve.reader import Reader
 from ffserve.writer import Appender, Writer, flat

@@ -29,16 +29,16 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve import parallel
 from ffserve import reader as readers
 from ffserve.client.source import Batch
-from ffserve.compat import folder_index
 from ffserve.convert.inputs import Grouped, Source, find_sources
-from ffserve.dataset import PathLike
+from ffserve.dataset.paths import PathLike
+from ffserve.disk.output import writing
 from ffserve.engine.codec import crc32c
 from ffserve.errors import ChecksumError, FFServeError, UsageError
-from ffserve.output import writing
+from ffserve.folders import folder_index
 from ffserve.reader import StreamReader
+from ffserve.system import parallel
 from ffserve.writer import Writer, create, flat, format_of
 
 PLAN_NAME = ".ffserve-convert.json"

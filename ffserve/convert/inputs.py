@@ -21,11 +21,11 @@ import numpy as np
 from ffserve import example, formats
 from ffserve import reader as readers
 from ffserve.client.source import Batch
-from ffserve.compat import folder_index
-from ffserve.compat.packed_folder import files_below, index_samples
-from ffserve.dataset import PathLike, expand_paths
+from ffserve.dataset.paths import PathLike, expand_paths
+from ffserve.disk.files import is_compressed, os_error, wrap_os_error
 from ffserve.errors import FFServeError, FormatError, ReadError, UsageError
-from ffserve.files import is_compressed, os_error, wrap_os_error
+from ffserve.folders import folder_index
+from ffserve.folders.packed_folder import files_below, index_samples
 
 BATCH_COUNT = 16_384
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")

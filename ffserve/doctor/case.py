@@ -1,5 +1,5 @@
 """The facts that `ffserve doctor` judges: this machine, the socket, the process that is or would be
-the daemon, the settings, the data. `Host` and `Case` also write commands as this machine needs them.
+the daemon, the settings, the data. `Host` and `Case` also write commands as they are needed here.
 
 The facts are collected without numpy and without threads, since `probe.py` forks.
 """
@@ -23,8 +23,8 @@ from ffserve.config import CONFIG_PATH, LIVE, ServerConfig, load_config
 from ffserve.doctor import probe
 from ffserve.doctor.probe import Answer
 from ffserve.errors import AccessDenied, FFServeError
-from ffserve.machine import usable_memory
-from ffserve.socket_path import MAX_SOCKET_PATH, SYSTEM_SOCKET, find_socket
+from ffserve.system.machine import usable_memory
+from ffserve.system.socket_path import MAX_SOCKET_PATH, SYSTEM_SOCKET, find_socket
 
 UNITS = ("/etc/systemd/system", "/usr/local/lib/systemd/system", "/usr/lib/systemd/system")
 UNLIMITED = 1 << 62

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
-from ffserve import __version__
+from ffserve._version import __version__
 from ffserve.client.connection import Connection
 from ffserve.client.memory import MORE_FILES
 from ffserve.doctor import resources, storage
@@ -20,8 +20,8 @@ from ffserve.doctor.case import UNITS, Case, Finding, Process, has_unit
 from ffserve.doctor.probe import closed_part
 from ffserve.doctor.resources import Found
 from ffserve.errors import FFServeError, ProtocolError, UsageError
-from ffserve.memfd import can_map
 from ffserve.server.life.daemon import common_fault, group_of, http_module
+from ffserve.system.memfd import can_map
 
 SYSTEMCTL_TIMEOUT_S = 5
 ALONE = "Jobs read the files by themselves and share nothing."

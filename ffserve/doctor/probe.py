@@ -107,7 +107,7 @@ def place(path: str) -> dict[str, Any]:
 def data(path: str) -> dict[str, Any]:
     """Tell what a job finds at a path: a record file, a directory of them, or a pattern."""
     from ffserve import formats
-    from ffserve.dataset import expand_paths
+    from ffserve.dataset.paths import expand_paths
     from ffserve.errors import AccessDenied, FFServeError
 
     try:
@@ -122,9 +122,9 @@ def data(path: str) -> dict[str, Any]:
 
 def _look(files: Sequence[str]) -> dict[str, Any]:
     """Open files as a job does, and one of them as the daemon does."""
+    from ffserve.disk.files import open_regular
     from ffserve.engine.io import file_system_type, open_direct
     from ffserve.errors import AccessDenied, FFServeError
-    from ffserve.files import open_regular
 
     answer: dict[str, Any] = {"unreadable": 0, "private": 0, "newest": 0.0}
     for path in files:

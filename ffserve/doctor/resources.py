@@ -23,10 +23,10 @@ from ffserve.doctor.case import UNLIMITED, Case, Finding, Process, number_in, te
 from ffserve.engine.codec import checksum_library
 from ffserve.engine.io import KINDS, refusal
 from ffserve.errors import ReadError
-from ffserve.machine import cgroup_directories, free_memory, memory_limits
-from ffserve.memfd import HUGE_PAGE, SharedMemory, can_map
 from ffserve.server.life.daemon import OWN_SIZE, file_limit_fault, memory_fault
 from ffserve.server.sessions.server import RESERVED_SESSIONS, most_sessions
+from ffserve.system.machine import cgroup_directories, free_memory, memory_limits
+from ffserve.system.memfd import HUGE_PAGE, SharedMemory, can_map
 
 Found: TypeAlias = Iterator[str | Finding]
 
@@ -190,8 +190,8 @@ def locked_memory(case: Case) -> Found:
         "warning",
         f"{process.name} may lock {format_size(process.lockable_size)} of memory, less than the "
         f"arena of {format_size(case.arena_size)}",
-        "The part of the arena beyond the limit is not registered with io_uring: reads into it cost "
-        "half as much CPU time again.",
+        "The part of the arena beyond the limit is not registered with io_uring: reads into it "
+        "cost half as much CPU time again.",
         case.limit_setting("LimitMEMLOCK=infinity", "memlock", "unlimited"),
     )
 

@@ -15,8 +15,8 @@ from ffserve.config import USER_FILE_SYSTEMS
 from ffserve.doctor.case import Case, Finding, number_in, text_in
 from ffserve.doctor.probe import MOST_FILES, TIMEOUT_S
 from ffserve.doctor.resources import Found
-from ffserve.machine import cgroup_directories
 from ffserve.server.users.access import FILE_SYSTEMS
+from ffserve.system.machine import cgroup_directories
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 VIRTUAL = ("vd", "xvd", "loop")

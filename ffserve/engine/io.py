@@ -43,7 +43,7 @@ from ffserve.engine.opening import (
 )
 from ffserve.engine.shm import NOWHERE
 from ffserve.engine.slots import Shards
-from ffserve.errors import ReadError, UsageError
+from ffserve.errors import FFServeError, ReadError, UsageError
 
 log = logging.getLogger("ffserve")
 
@@ -126,9 +126,12 @@ class EngineBatch:
         keep: the owner of the memory that the records' ``dest`` point to. It is kept alive as
             long as the engine may write there, even if the caller drops the batch.
         begun: when the caller submitted it, by a clock of the caller's.
+        errors: by record, of those that another error than that of their status describes.
     """
 
-    __slots__ = ("__weakref__", "_c", "_held", "_reads", "_records", "address", "begun", "keep")
+    __slots__ = (
+        "__weakref__", "_c", "_held", "_reads", "_records", "address", "begun", "errors", "keep",
+    )  # fmt: skip
 
     def __init__(self, read_count: int, record_count: int) -> None:
         self._own(lib.ffs_batch_new(read_count, record_count))
@@ -142,6 +145,7 @@ class EngineBatch:
         self._records: NDArray[Any] | None = None
         self.keep: object = None
         self.begun = 0.0
+        self.errors: dict[int, FFServeError] = {}
         self.address = int(ffi.cast(_POINTER, c))
 
     @classmethod
@@ -230,6 +234,10 @@ class EngineBatch:
     def in_flight(self) -> bool:
         """Whether an engine owns the batch now."""
         return self._held is not None and not self._c.done
+
+    def ended_elsewhere(self) -> None:
+        """Count the failed records of a batch that was read without an engine."""
+        self._c.failed = int(np.count_nonzero(self.records["status"]))
 
     def free(self) -> None:
         """Free the memory now, not with the last reference to the batch or its arrays.

@@ -333,7 +333,7 @@ class ScannedChunks(ChunkedShard, Protocol):
 class ScannedFormat(Format, Protocol):
     """A format without tables: opening a file means scanning all of it.
 
-    An index file (``ffserve/index_file.py``) keeps the result.
+    An index file (``ffserve/disk/index_file.py``) keeps the result.
     """
 
     def open(

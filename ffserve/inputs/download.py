@@ -21,10 +21,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ffserve.disk.files import os_error
+from ffserve.disk.output import temporary_name, writing
 from ffserve.errors import UsageError
-from ffserve.files import os_error
 from ffserve.inputs.places import InputFile, fetch, local_path
-from ffserve.output import temporary_name, writing
 from ffserve.store.urls import shown
 
 RECORD = ".ffserve-inputs.json"

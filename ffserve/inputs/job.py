@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ffserve.disk.files import wrap_os_error
+from ffserve.disk.output import writing
 from ffserve.errors import UsageError
-from ffserve.files import wrap_os_error
 from ffserve.inputs import Listing, describe_left_out, download, find_inputs, share
 from ffserve.inputs.outputs import Output, OutputJob, job_name
 from ffserve.inputs.processes import Interrupted, Processes, Signals, Worker
 from ffserve.inputs.stream import Framing, Stream, share_of, splits_of
-from ffserve.output import writing
 
 Strategy = Literal["download", "placeholder", "stream"]
 

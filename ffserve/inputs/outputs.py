@@ -24,10 +24,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from ffserve.disk.files import open_regular, os_error, wrap_os_error
+from ffserve.disk.output import sync_directory, writing
 from ffserve.errors import ReadError, UsageError, printable
-from ffserve.files import open_regular, os_error, wrap_os_error
 from ffserve.inputs.places import local_path
-from ffserve.output import sync_directory, writing
 from ffserve.store import fetching as store
 from ffserve.store.origin import file_system
 from ffserve.store.urls import shown

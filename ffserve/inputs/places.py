@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import IO, Any, cast
 
+from ffserve.disk.files import open_regular, opener, wrap_os_error
+from ffserve.disk.output import writing
 from ffserve.errors import MissingFile, ReadError, UsageError
-from ffserve.files import open_regular, opener, wrap_os_error
-from ffserve.output import writing
 from ffserve.store import fetching as store
 from ffserve.store.blocks import write_at
 from ffserve.store.origin import HIDDEN, SPECIAL, Identity, file_system

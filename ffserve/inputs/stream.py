@@ -29,8 +29,8 @@ import numpy as np
 
 from ffserve import formats
 from ffserve import reader as readers
+from ffserve.disk.files import os_error
 from ffserve.errors import FFServeError, FormatError, TruncatedError, UsageError
-from ffserve.files import os_error
 from ffserve.formats.base import HEAD_SIZE
 from ffserve.inputs.places import InputFile, local_path, open_file
 from ffserve.order import permutation

@@ -145,15 +145,16 @@ class ChunkBatch(Generic[Run]):
         Returns: (run, number of the chunk, its offset, its outcome, whether it was right at the
             second read only), in order. An exception is an outcome too.
         """
-        statuses = self.batch.records["status"].tolist()
+        statuses, errors = self.batch.records["status"].tolist(), self.batch.errors
         self.batch.free()
         raw, at, mended = self._raw.data, 0, False
-        for run, status in zip(self.runs, statuses, strict=True):
+        for row, (run, status) in enumerate(zip(self.runs, statuses, strict=True)):
             chunks, offset = run.shard.chunks, 0
             for chunk in range(run.low, run.high):
                 size, first = int(chunks.sizes[chunk]), at + int(chunks.begins[chunk]) - run.begin
                 extent = raw[first : first + int(chunks.ends[chunk] - chunks.begins[chunk])]
-                outcome = status or decode(run, chunk, extent, memory, offset, size)
+                outcome = errors.get(row) or status
+                outcome = outcome or decode(run, chunk, extent, memory, offset, size)
                 again = False
                 if isinstance(outcome, FormatError):
                     # Other chunks may lie in the blocks that the first one has mended.

@@ -18,7 +18,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve import formats, index_file
+from ffserve import formats
+from ffserve.disk import index_file
+from ffserve.disk.shardfile import open_shard, scanned_as
 from ffserve.dtypes import Int64s
 from ffserve.engine.opening import read_pieces, stat_fds
 from ffserve.errors import FFServeError, FormatError
@@ -34,7 +36,6 @@ from ffserve.formats.base import (
     opens_small,
 )
 from ffserve.formats.tfrecord import FORMAT as TFRECORD
-from ffserve.shardfile import open_shard, scanned_as
 
 SMALL_SIZE = 16 << 10
 """Bytes of each file that are read at once: 4 MiB of 256 files."""

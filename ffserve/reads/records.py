@@ -12,7 +12,7 @@ elsewhere.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,31 @@ more of them are wrong, the others are reported as they are."""
 
 Failures: TypeAlias = dict[int, Failure]
 """Records that failed, by key."""
+
+
+class BatchEngine(Protocol):
+    """Reads batches: an engine, or what stands in for one (`fetched`)."""
+
+    @property
+    def kind(self) -> str:
+        """The name of the interface of the kernel that it uses."""
+        ...
+
+    def add_file(self, fd: int, alignment: int, around: int = 0) -> int:
+        """Add a file; return its number."""
+        ...
+
+    def remove_file(self, file: int) -> None:
+        """Remove a file."""
+        ...
+
+    def submit(self, batch: EngineBatch) -> None:
+        """Begin to read; return at once."""
+        ...
+
+    def wait(self, batch: EngineBatch) -> object:
+        """Block until a batch has ended."""
+        ...
 
 
 def record_batch(
@@ -104,10 +129,28 @@ def outcome_of(batch: EngineBatch, keys: Int64s, units: Int64s | None = None) ->
         found.wrong.append(WrongRecord.of(int(keys[row]), reads[owners[row]], records[row]))
     status[wrong] = 0
     bad = np.flatnonzero(status)
-    columns = keys[bad], status[bad], records["found"][bad], records["checksum"][bad]
-    for key, *about in zip(*(column.tolist() for column in columns), strict=True):
-        found.failures[key] = Failure(*about)
+    columns = bad, keys[bad], status[bad], records["found"][bad], records["checksum"][bad]
+    for row, key, why, got, right in zip(*(each.tolist() for each in columns), strict=True):
+        found.failures[key] = Failure(why, got, right, error=batch.errors.get(row))
     return found
+
+
+def rows_of(batch: EngineBatch, reads: Int64s) -> Int64s:
+    """Return the rows of the records of some reads of a batch."""
+    counts = batch.reads["record_count"][reads].astype(np.int64)
+    before = np.cumsum(counts) - counts
+    rows: Int64s = np.repeat(batch.reads["first_record"][reads] - before, counts)
+    return rows + np.arange(len(rows))
+
+
+def part_of(batch: EngineBatch, reads: Int64s) -> tuple[EngineBatch, Int64s]:
+    """Return a batch of some reads of another one, and the rows of their records in that one."""
+    rows = rows_of(batch, reads)
+    part = EngineBatch(len(reads), len(rows))
+    part.reads[:], part.records[:] = batch.reads[reads], batch.records[rows]
+    part.reads["first_record"] = np.cumsum(part.reads["record_count"]) - part.reads["record_count"]
+    part.keep = batch.keep
+    return part, rows
 
 
 def _one_by_one(batch: EngineBatch, rows: Int64s, units: Int64s, owners: Int64s) -> EngineBatch:

@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 from ffserve.dtypes import Int64s
 from ffserve.engine.codec import crc32c
 from ffserve.errors import ServerUnavailable
-from ffserve.memfd import punch
+from ffserve.system.memfd import punch
 
 ABSENT, RESERVED, PRESENT, UNCHECKED = range(4)
 """RESERVED: counted in the store's size, but not there, or not there yet."""

@@ -35,7 +35,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from ffserve.errors import AccessDenied, FFServeError, ReadError, UsageError
-from ffserve.memfd import punch
 from ffserve.store import urls
 from ffserve.store.blocks import (
     ABSENT,
@@ -54,6 +53,7 @@ from ffserve.store.blocks import (
     whole_pages,
 )
 from ffserve.store.origin import Identity
+from ffserve.system.memfd import punch
 
 log = logging.getLogger("ffserve")
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -158,8 +158,8 @@ class Breaker:
 class _Task:
     due: float
     number: int
-    run: Callable[[], Outcome] = field(compare=False)
-    future: Future[Outcome] = field(compare=False)
+    run: Callable[[], Any] = field(compare=False)
+    future: Future[Any] = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,23 +172,27 @@ class _Asked:
 
 
 class Threads:
-    """The threads of one origin; started when there is work, they end after a while without."""
+    """The threads of one origin; started when there is work, they end after a while without.
+
+    Args: most: threads.
+    """
 
     IDLE_S = 10.0
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, most: int = THREADS) -> None:
         self._name = name
+        self._most = most
         self._changed = threading.Condition()
         self._waiting: list[_Task] = []
         self._numbers = itertools.count()
         self._count = self._idle = 0
 
-    def put(self, due: float, run: Callable[[], Outcome], future: Future[Outcome]) -> None:
+    def put(self, due: float, run: Callable[[], Any], future: Future[Any]) -> None:
         """Run something when those that are due before it have begun. A future that runs already is
         left out: a task may be put again with a sooner time."""
         with self._changed:
             heapq.heappush(self._waiting, _Task(due, next(self._numbers), run, future))
-            if self._idle < len(self._waiting) and self._count < THREADS:
+            if self._idle < len(self._waiting) and self._count < self._most:
                 self._count += 1
                 threading.Thread(target=self._work, name=self._name, daemon=True).start()
             else:

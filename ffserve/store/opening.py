@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ffserve import formats, index_file
+from ffserve import formats
+from ffserve.disk import index_file
+from ffserve.disk.shardfile import watched
 from ffserve.engine.codec import crc32c
 from ffserve.formats.base import HEAD_SIZE, ReadAt, needs_scan, read_exactly
-from ffserve.shardfile import watched
 from ffserve.store.blocks import StoredObject
 from ffserve.store.directory import Store
 

@@ -52,7 +52,9 @@ class RangedObject:
         return future
 
     def ask_all(self, start: int, end: int) -> list[tuple[int, int, Future[Outcome]]]:
-        """Ask for bytes by requests of at most RANGE_SIZE: begin, end and future of each."""
+        """Ask for the bytes that there are in an extent, by requests of at most RANGE_SIZE: begin,
+        end and future of each."""
+        end = min(end, self.size)
         edges = [*range(start, end, RANGE_SIZE), end]
         return [(a, b, self.ask(a, b)) for a, b in pairwise(edges)]
 

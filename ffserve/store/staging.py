@@ -22,8 +22,8 @@ from functools import partial
 
 import numpy as np
 
+from ffserve.disk.files import os_error
 from ffserve.errors import FFServeError, ReadError, UsageError
-from ffserve.files import os_error
 from ffserve.store import urls
 from ffserve.store.blocks import lock
 from ffserve.store.directory import Store

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ffserve.disk.files import raise_file_limit
 from ffserve.errors import FFServeError, UsageError
-from ffserve.files import raise_file_limit
 from ffserve.store import urls
 from ffserve.store.fetching import NOW, Fetcher, OpenObject, identity_of, process_fetcher
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ffserve import __version__
+from ffserve._version import __version__
 from ffserve.client.prepared import PreparedSource, prepared_source
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.errors import FormatError, ProtocolError, ServerUnavailable, UsageError

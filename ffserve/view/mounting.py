@@ -17,8 +17,8 @@ import stat
 import subprocess
 from typing import NamedTuple
 
+from ffserve.disk.files import os_error, wrap_os_error
 from ffserve.errors import AccessDenied, MissingFile, ReadError, UsageError
-from ffserve.files import os_error, wrap_os_error
 
 DEVICE = "/dev/fuse"
 SUBTYPE = "ffserve"

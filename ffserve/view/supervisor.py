@@ -27,11 +27,12 @@ from functools import partial
 import numpy as np
 
 from ffserve import reader
-from ffserve.compat import folder_index
-from ffserve.compat.folder_index import Folder
-from ffserve.dataset import PathLike, ShardInfo, expand_paths
+from ffserve.dataset.layout import ShardInfo
+from ffserve.dataset.paths import PathLike, expand_paths
+from ffserve.disk.files import open_regular, raise_file_limit
 from ffserve.errors import FFServeError, ReadError, UsageError
-from ffserve.files import open_regular, raise_file_limit
+from ffserve.folders import folder_index
+from ffserve.folders.folder_index import Folder
 from ffserve.server.users.access import everybody_may_read
 from ffserve.store.urls import is_url
 from ffserve.view import kernel, mounting

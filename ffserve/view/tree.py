@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.compat.folder_index import Folder
 from ffserve.errors import UsageError
+from ffserve.folders.folder_index import Folder
 from ffserve.store.urls import is_url, shown
 
 ROOT = 1

@@ -40,7 +40,6 @@ from ffserve.errors import (
     UsageError,
 )
 from ffserve.formats.base import UNKNOWN_LENGTH
-from ffserve.memfd import HUGE_PAGE, SharedMemory, map_read_only
 from ffserve.reads.opening import bound_lengths
 from ffserve.server.reading.pins import PIN_GRACE_S
 from ffserve.server.reading.requests import Owner, SampleRequest
@@ -53,6 +52,7 @@ from ffserve.server.reading.scheduler import (
     Scheduler,
 )
 from ffserve.server.users.shares import ACTIVE_S, User
+from ffserve.system.memfd import HUGE_PAGE, SharedMemory, map_read_only
 
 Int64s = NDArray[np.int64]
 KIB, MIB = 1 << 10, 1 << 20

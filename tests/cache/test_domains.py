@@ -10,7 +10,7 @@ from ffserve.cache.cache import Cache, Fetch
 from ffserve.cache.jobs import JobProgress
 from ffserve.cache.tables import REGION_UNIT, SMALLEST_REGION, Directory, ShardTable
 from ffserve.errors import ReadError
-from ffserve.memfd import MemoryFile, SharedMemory
+from ffserve.system.memfd import MemoryFile, SharedMemory
 
 MIB = 1 << 20
 CAPACITY = 1 << 22

@@ -34,7 +34,6 @@ from ffserve.cache.tables import Directory, ShardTable
 from ffserve.config import ServerConfig
 from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT
 from ffserve.errors import Failure, ProtocolError
-from ffserve.memfd import MemoryFile, SharedMemory
 from ffserve.protocol import Message
 from ffserve.server.files.preparations import Preparations
 from ffserve.server.life.log import RepeatedLines
@@ -50,6 +49,7 @@ from ffserve.server.sessions.state import COUNTERS, Job, ServerState
 from ffserve.server.users.access import Peer
 from ffserve.server.users.domains import Domain, Domains
 from ffserve.server.users.shares import User
+from ffserve.system.memfd import MemoryFile, SharedMemory
 
 Int64s = NDArray[np.int64]
 MIB = 1 << 20

@@ -532,8 +532,8 @@ def test_a_daemon_with_slow_settings(doctor: Doctor) -> None:
 
 
 OLD = """
-import ffserve, ffserve.engine.io as io
-ffserve.__version__ = "0.0.9"
+import ffserve._version, ffserve.engine.io as io
+ffserve._version.__version__ = "0.0.9"
 trial = io._trial
 io._trial = lambda kind: None if kind == "threads" else "refused then"
 """

@@ -14,10 +14,10 @@ import pytest
 from daemon import DEADLINE_S, sample, serving, stopped, until, write
 
 import ffserve
-from ffserve import socket_path
 from ffserve.client import handshake
 from ffserve.client.failover import RECONNECT_S
 from ffserve.errors import ServerUnavailable, UsageError
+from ffserve.system import socket_path
 
 COUNT, SIZE = 100, 30_000
 NEVER_S = 1000.0

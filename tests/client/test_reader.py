@@ -21,8 +21,8 @@ import pytest
 from daemon import Daemon, damage, run_python, sample, serving, until, write
 
 import ffserve
-from ffserve import dataset
-from ffserve.dataset import expand_paths
+from ffserve.dataset.layout import paths as dataset_paths
+from ffserve.dataset.paths import expand_paths
 from ffserve.engine import opening
 from ffserve.errors import (
     ChecksumError,
@@ -788,7 +788,7 @@ def test_each_path_was_looked_up_twice_to_expand_it(
         calls.extend(given)
         return opening.stat_paths(given)
 
-    monkeypatch.setattr(dataset, "stat_paths", looking)
+    monkeypatch.setattr(dataset_paths, "stat_paths", looking)
     for given, most in ((paths, len(paths)), (tmp_path, 1)):
         calls.clear()
         sys.setprofile(seen)

@@ -22,7 +22,7 @@ from ffserve import protocol
 from ffserve.client import failover
 from ffserve.client.memory import UnmappedError, check_page
 from ffserve.errors import ProtocolError, ServerUnavailable
-from ffserve.memfd import MemoryFile
+from ffserve.system.memfd import MemoryFile
 
 COUNT = 30
 TRUTH = [sample(i) for i in range(COUNT)]

@@ -29,8 +29,8 @@ from hypothesis import strategies as st
 
 from ffserve import writer as writer_module
 from ffserve.compat.ffrecord import FileNameError, FileTypeError, FileWriter
+from ffserve.disk.output import staged_directory, temporary_name
 from ffserve.errors import FFServeError, ReadError, UsageError
-from ffserve.output import staged_directory, temporary_name
 from ffserve.writer import create, flat
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ffrecord"

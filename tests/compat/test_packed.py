@@ -18,11 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ffserve
-from ffserve import parallel
-from ffserve.compat import packed_folder
-from ffserve.compat.folder_index import MAGIC, decode, encode
-from ffserve.compat.packed_folder import PackedFolder, index_samples, pack, pack_folder
 from ffserve.errors import ChecksumError, FFServeError, FormatError, ReadError, UsageError
+from ffserve.folders import packed_folder
+from ffserve.folders.folder_index import MAGIC, decode, encode
+from ffserve.folders.packed_folder import PackedFolder, index_samples, pack, pack_folder
+from ffserve.system import parallel
 from ffserve.utils import dump
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ffrecord"

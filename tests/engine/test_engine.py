@@ -34,7 +34,7 @@ from ffserve.engine.codec import CRC_32, CRC_32C, CRC_NONE, checksum
 from ffserve.engine.io import Engine, EngineBatch, open_direct
 from ffserve.engine.shm import ENTRY_DTYPE, NOWHERE
 from ffserve.errors import UsageError
-from ffserve.memfd import SharedMemory
+from ffserve.system.memfd import SharedMemory
 
 CONTENT = np.random.default_rng(7).integers(0, 256, 8 * MIB + 777, np.uint8).tobytes()
 PIECE, BOUNCE = 128 * MIB, MIB // 4  # engine/backend.h

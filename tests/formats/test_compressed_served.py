@@ -18,7 +18,7 @@ from daemon import Daemon, serving
 from tfrecord_files import starts, written
 
 import ffserve
-from ffserve import index_file, shardfile
+from ffserve.disk import index_file, shardfile
 from ffserve.errors import ChecksumError, FFServeError, FormatError, ReadError
 from ffserve.formats import tfcompressed
 

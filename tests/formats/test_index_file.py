@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import ffserve
-from ffserve import index_file, shardfile
+from ffserve.disk import index_file, shardfile
+from ffserve.disk.index_file import Identity, decode, encode
 from ffserve.engine.codec import crc32c, mask
 from ffserve.errors import ChecksumError, FormatError, ReadError, TruncatedError
 from ffserve.formats.tfrecord import TFRecord, frame_header
-from ffserve.index_file import Identity, decode, encode
 from ffserve.testing import reader_of
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="makes files of another user")
@@ -264,7 +264,7 @@ def test_read_only_directory_of_another_user_sends_it_to_the_cache(
 ) -> None:
     program = """
 import os, sys, ffserve
-from ffserve import shardfile
+from ffserve.disk import shardfile
 with ffserve.open(sys.argv[1], server="off", verify=False): pass   # imports, while that is allowed
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 os.environ["XDG_CACHE_HOME"] = sys.argv[2]

@@ -25,10 +25,11 @@ import numpy as np
 
 with atheris.instrument_imports(include=["ffserve"]):
     import ffserve
-    from ffserve import formats, index_file, protocol
+    from ffserve import formats, protocol
     from ffserve.config import ServerConfig
+    from ffserve.disk import index_file
+    from ffserve.disk.files import read_at_of
     from ffserve.errors import FFServeError, ProtocolError
-    from ffserve.files import read_at_of
     from ffserve.formats.base import ScannedFormat
     from ffserve.formats.tfcompressed import CompressedShard
     from ffserve.server.sessions.server import Server

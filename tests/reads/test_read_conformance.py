@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 from daemon import Daemon, damage, serving
+from origins import HttpOrigin, http_origin, settled
 
 import ffserve
 from ffserve.client import local
 from ffserve.errors import FFServeError
+from ffserve.store import fetching
 
 COUNT, BAD = 300, 123
 FORMATS = {
@@ -186,6 +188,73 @@ class TestAwaitingTheDaemon(Awaiting):
     @pytest.fixture(autouse=True)
     def _daemon(self, daemon: Daemon) -> None:
         self.server = daemon.socket
+
+
+@pytest.fixture(scope="module")
+def origin() -> Iterator[HttpOrigin]:
+    pytest.importorskip("fsspec")
+    pytest.importorskip("aiohttp")
+    with pytest.MonkeyPatch.context() as patch, http_origin() as running:
+        for name in ("_fetchers", "_breakers", "_listed", "_threads"):
+            patch.setattr(fetching, name, {})
+        yield running
+        settled()
+
+
+def served(origin: HttpOrigin, paths: Sequence[str]) -> list[str]:
+    """Have an origin serve copies of files; return their URLs."""
+    return [origin.put(os.path.basename(path), Path(path).read_bytes()) for path in paths]
+
+
+class TestRanges(Blocking):
+    """Remote files, by ranges."""
+
+    @pytest.fixture(autouse=True)
+    def _remote(self, origin: HttpOrigin) -> None:
+        self.origin = origin
+
+    def read(self, paths: Sequence[str], indices: list[int], **options: Any) -> list[Outcome]:
+        return super().read(served(self.origin, paths), indices, **options)
+
+
+class TestRangesAndFiles(TestRanges):
+    """A remote file, by ranges, and local ones, in one data set."""
+
+    def read(self, paths: Sequence[str], indices: list[int], **options: Any) -> list[Outcome]:
+        paths = [*served(self.origin, paths[:1]), *paths[1:]]
+        return Blocking.read(self, paths, indices, **options)
+
+
+class TestAwaitingRanges(Awaiting):
+    """Remote files, by ranges, in an event loop."""
+
+    @pytest.fixture(autouse=True)
+    def _remote(self, origin: HttpOrigin) -> None:
+        self.origin = origin
+
+    def read(self, paths: Sequence[str], indices: list[int], **options: Any) -> list[Outcome]:
+        return super().read(served(self.origin, paths), indices, **options)
+
+
+@pytest.fixture(scope="module")
+def storing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """A daemon with a store of small blocks."""
+    patch = (
+        "import ffserve.config as c, ffserve.store.directory as d\n"
+        "c.MIN_STORE_SIZE = 0; d.Store.__init__.__defaults__ = (None, 65536)\n"
+    )
+    place = str(tmp_path_factory.mktemp("store"))
+    options = ["--store-directory", place, "--store-size", "64MiB"]
+    with serving(patch=patch, options=options, expect=["remote files: store .*"]) as running:
+        yield running
+
+
+class TestAStore(TestRanges):
+    """Remote files, through a daemon that has a store."""
+
+    @pytest.fixture(autouse=True)
+    def _daemon(self, storing: Daemon) -> None:
+        self.server = storing.socket
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,8 @@ from daemon import (
 from fuse import FUSE, GETATTR
 
 import ffserve
-from ffserve import protocol, shardfile
+from ffserve import protocol
+from ffserve.disk import shardfile
 from ffserve.errors import ChecksumError
 from ffserve.server.files.explaining import MOST_CALLS
 from ffserve.server.users.threads import UserThreads

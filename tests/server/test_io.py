@@ -17,13 +17,13 @@ import ffserve
 from ffserve.cache.arena import Arena
 from ffserve.cache.cache import Cache, Fetch, Load
 from ffserve.cache.tables import Directory, ShardTable
+from ffserve.disk.shardfile import open_shard
 from ffserve.engine import io
 from ffserve.engine.shm import MappedView
 from ffserve.errors import Failure
 from ffserve.formats.base import ChunkedShard
-from ffserve.memfd import SharedMemory
 from ffserve.server.reading.io import Engines
-from ffserve.shardfile import open_shard
+from ffserve.system.memfd import SharedMemory
 
 COUNT, SIZE, GOOD_PAGES = 60, 3000, 20
 MIB = 1 << 20

@@ -17,10 +17,11 @@ from click.testing import CliRunner
 from daemon import Daemon, Raw, run_python, serving, until, write
 
 import ffserve
-from ffserve import machine, protocol
+from ffserve import protocol
 from ffserve.cli import cli
 from ffserve.client.connection import Connection
 from ffserve.errors import ReadError, UsageError
+from ffserve.system import machine
 
 MIB = 1 << 20
 SIZE = 50_000

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from daemon import Daemon, Raw, asking, get, run_python, sample, serving, until, write
 
-from ffserve import index_file, protocol
+from ffserve import protocol
 from ffserve.client.memory import DomainMemory
+from ffserve.disk import index_file
 from ffserve.engine.shm import ENTRY_DTYPE
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users")
@@ -249,7 +250,7 @@ def test_a_socket_directory_that_another_user_may_have_made_is_refused(plant: st
         place.chmod(0o777 if plant.startswith("open") else 0o700)
     program = """
 os.environ.pop("XDG_RUNTIME_DIR", None); os.environ.pop("FFSERVE_SOCKET", None)
-from ffserve import socket_path
+from ffserve.system import socket_path
 for call in (socket_path.find_socket, socket_path.default_socket_path,
              lambda: socket_path.prepare_socket_directory(f"/tmp/ffserve-{os.getuid()}/s")):
     try:

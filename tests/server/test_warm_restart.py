@@ -28,10 +28,10 @@ from ffserve.cache.inventory import NAME, SHARD, Inventory
 from ffserve.client.shared_memory import DaemonSource
 from ffserve.config import ServerConfig
 from ffserve.errors import AccessDenied, ReadError, ServerUnavailable
-from ffserve.memfd import sealed_file
 from ffserve.server.life import handover
 from ffserve.server.life.daemon import EXIT_FAULT
 from ffserve.server.life.restart import MOST_ATTEMPTS, PAGE_NAME, take
+from ffserve.system.memfd import sealed_file
 
 SIZES = (0, 1, 511, 512, 513, 5000, 70_000)
 COUNT = 400
@@ -542,7 +542,7 @@ def test_shards_are_compared_with_their_files(paths: list[str]) -> None:
 
 def test_entries_that_point_elsewhere_are_dropped(paths: list[str]) -> None:
     from ffserve.cache.tables import ENTRY_DTYPE
-    from ffserve.memfd import MemoryFile, SharedMemory
+    from ffserve.system.memfd import MemoryFile, SharedMemory
 
     rng = np.random.default_rng(0)
     with managed(arena="16MiB") as daemon:

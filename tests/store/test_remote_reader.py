@@ -22,7 +22,6 @@ from own_daemons import daemons, own_daemons, use
 import ffserve
 from ffserve.cli import run
 from ffserve.client import connection, failover
-from ffserve.client.ranged import GAP
 from ffserve.errors import (
     ChecksumError,
     FFServeError,
@@ -32,6 +31,7 @@ from ffserve.errors import (
     ServerUnavailable,
     TruncatedError,
 )
+from ffserve.reads.fetched import GAP
 from ffserve.store import fetching, ranges
 
 pytest.importorskip("fsspec")

@@ -9,7 +9,7 @@ import numpy as np
 
 from ffserve import protocol
 from ffserve.engine.shm import ENTRY_DTYPE
-from ffserve.memfd import SharedMemory
+from ffserve.system.memfd import SharedMemory
 
 
 class GivenMemory:

@@ -381,7 +381,7 @@ def test_an_upgrade_under_load_refuses_no_batch(machine: Container) -> None:
         shutil.copy(ROOT / name, copy)
     for name in ("docs", "ffserve", "systemd"):
         shutil.copytree(ROOT / name, copy / name, ignore=leave)
-    for name in ("pyproject.toml", "ffserve/__init__.py"):
+    for name in ("pyproject.toml", "ffserve/_version.py"):
         text = (copy / name).read_text()
         (copy / name).write_text(
             re.sub(r'(?m)^(__version__|version) = ".*"', r'\1 = "9.9.9"', text)

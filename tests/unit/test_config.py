@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ffserve import machine, socket_path
 from ffserve.cli.daemon.serve import serve
 from ffserve.config import (
     LIVE,
@@ -26,7 +25,8 @@ from ffserve.config import (
     parse_size,
 )
 from ffserve.errors import AccessDenied, UsageError
-from ffserve.socket_path import default_socket_path, find_socket, prepare_socket_directory
+from ffserve.system import machine, socket_path
+from ffserve.system.socket_path import default_socket_path, find_socket, prepare_socket_directory
 
 if sys.version_info >= (3, 11):
     import tomllib

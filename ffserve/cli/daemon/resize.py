@@ -10,7 +10,7 @@ import click
 from ffserve.cli.options import json_option, socket_option
 from ffserve.cli.terminal import print_json
 from ffserve.config import format_size, parse_size
-from ffserve.socket_path import find_socket
+from ffserve.system.socket_path import find_socket
 
 _POLL_S = 0.05
 _PATIENCE_S = 1.0

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import click
 
+from ffserve.disk.files import wrap_os_error
 from ffserve.errors import AccessDenied, FFServeError, UsageError
-from ffserve.files import wrap_os_error
 
 GROUP = "ffserve"
 _PACKAGE = Path(__file__).parents[2]

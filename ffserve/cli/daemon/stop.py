@@ -20,7 +20,7 @@ from ffserve.cli.options import json_option, socket_option
 from ffserve.cli.terminal import counted, print_json
 from ffserve.errors import AccessDenied, ServerUnavailable, UsageError
 from ffserve.server.users.access import Credentials
-from ffserve.socket_path import find_socket
+from ffserve.system.socket_path import find_socket
 
 _PATIENCE_S = 1.0
 """After this time the command reports what it waits for."""

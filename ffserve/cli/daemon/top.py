@@ -30,7 +30,7 @@ from ffserve.cli.terminal import BARS, duration
 from ffserve.client.connection import Connection
 from ffserve.errors import FFServeError, UsageError, printable
 from ffserve.server.status.overview import JobRow, Overview, Totals, overview
-from ffserve.socket_path import find_socket
+from ffserve.system.socket_path import find_socket
 
 LEAST_INTERVAL_S, MOST_INTERVAL_S = 0.2, 3600.0
 GRAPH, JOB_GRAPH = 24, 8

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from ffserve.cli.files.record_files import batches_of, folders_of
 from ffserve.cli.options import format_option
-from ffserve.dataset import outside
+from ffserve.dataset.layout import outside
 from ffserve.errors import UsageError
 
 if TYPE_CHECKING:
-    from ffserve.compat.folder_index import Folder
+    from ffserve.folders.folder_index import Folder
 
 
 def _is_text(sample: NDArray[np.uint8]) -> bool:

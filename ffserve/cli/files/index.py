@@ -34,9 +34,9 @@ def index(
     \b
       ffserve index /data/tfrecords
     """
-    from ffserve.dataset import expand_paths
+    from ffserve.dataset.paths import expand_paths
+    from ffserve.disk.shardfile import write_index_file
     from ffserve.formats import suffixes
-    from ffserve.shardfile import write_index_file
     from ffserve.store.urls import is_url
     from ffserve.store.urls import shown as shown_url
 

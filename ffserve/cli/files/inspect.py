@@ -37,8 +37,8 @@ class _FileTables:
 
 def _load(path: str, format_name: str | None) -> _FileTables:
     """Read and check the tables of a file."""
-    from ffserve.files import open_regular, os_error, read_at_of
-    from ffserve.shardfile import open_shard
+    from ffserve.disk.files import open_regular, os_error, read_at_of
+    from ffserve.disk.shardfile import open_shard
 
     if is_url(path):
         return _load_remote(path, format_name)
@@ -74,7 +74,7 @@ def _tables(shard: Shard, read_at: ReadAt, path: str) -> _FileTables:
 
 def _count_names(read_at: ReadAt, path: str, offset: int, size: int, count: int) -> int | None:
     """Return the number of names in the last sample; None if that sample is not an index."""
-    from ffserve.compat import folder_index
+    from ffserve.folders import folder_index
     from ffserve.formats.base import read_exactly
 
     if size > folder_index.SIZE_MAX:

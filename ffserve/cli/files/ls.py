@@ -15,12 +15,12 @@ from ffserve.cli import report
 from ffserve.cli.files.record_files import folders_of
 from ffserve.cli.options import format_option, json_option
 from ffserve.cli.terminal import write_json_rows, write_lines
-from ffserve.dataset import outside
+from ffserve.dataset.layout import outside
 from ffserve.errors import FFServeError, printable
 
 if TYPE_CHECKING:
     import ffserve
-    from ffserve.compat.folder_index import Folder
+    from ffserve.folders.folder_index import Folder
 
 STEP_COUNT = 16_384
 """So many samples are listed at a time, since the sizes of samples in chunks must be read."""
@@ -49,7 +49,7 @@ def _rows(
     reader: ffserve.Reader, folders: dict[int, Folder], start: int, stop: int
 ) -> Iterator[_Row]:
     """Yield the samples [start, stop). `folders`: as of `folders_of`."""
-    from ffserve.compat import folder_index
+    from ffserve.folders import folder_index
 
     for shard in reader.shards:
         first, end = max(start, shard.first), min(stop, shard.first + shard.count)

@@ -44,7 +44,7 @@ def pack(paths: tuple[str, ...], out: str, shards: int, jobs: int, as_json: bool
       ffserve pack photos/ -o /data/photos --shards 64 --jobs 8
       ffserve cat photos.ffr cats/tom.jpg > tom.jpg
     """
-    from ffserve.compat import packed_folder
+    from ffserve.folders import packed_folder
 
     with progress("packing", total_size(paths), as_bytes=True) as shown:
         written = packed_folder.pack(

@@ -15,7 +15,7 @@ from ffserve.store.urls import is_url
 
 if TYPE_CHECKING:
     import ffserve
-    from ffserve.compat.folder_index import Folder
+    from ffserve.folders.folder_index import Folder
 
 BATCH_SIZE = 32 << 20
 """One read of cat requests at most so many bytes, unless a single sample is larger."""
@@ -25,7 +25,7 @@ BATCH_COUNT = 4096
 def files_of(paths: tuple[str, ...], format_name: str | None) -> list[str]:
     """Expand directories and patterns; missing paths stay in the list, to be reported in order."""
     from ffserve import formats
-    from ffserve.dataset import expand_paths
+    from ffserve.dataset.paths import expand_paths
 
     names = (format_name,) if format_name else formats.NAMES
     suffixes = [suffix for name in names for suffix in formats.by_name(name).suffixes]
@@ -42,7 +42,7 @@ def files_of(paths: tuple[str, ...], format_name: str | None) -> list[str]:
 
 def folders_of(reader: ffserve.Reader) -> list[tuple[int, Folder]]:
     """Return the first index and the names of each shard that has names."""
-    from ffserve.compat import folder_index
+    from ffserve.folders import folder_index
 
     folders = []
     for shard in reader.shards:

@@ -61,7 +61,7 @@ class _Findings:
 
 
 def _verify_file(path: str, format_name: str | None, findings: _Findings) -> None:
-    from ffserve.files import os_error
+    from ffserve.disk.files import os_error
     from ffserve.reader import Reader
 
     scanned = 0

@@ -50,7 +50,7 @@ def warm(paths: tuple[str, ...], socket: str | None, as_json: bool) -> int:
     """
     from ffserve import formats
     from ffserve.client import connection
-    from ffserve.dataset import expand_paths
+    from ffserve.dataset.paths import expand_paths
     from ffserve.store.urls import is_url
 
     files = expand_paths(paths, suffixes=formats.suffixes)

@@ -185,7 +185,7 @@ def _sources(top: str) -> Iterator[tuple[str, str]]:
 def _pack(files: dict[str, str], work: str, data: str, say: Narration) -> Packed:
     """Pack the files into shards and remove those from the page cache."""
     import ffserve
-    from ffserve.compat import packed_folder
+    from ffserve.folders import packed_folder
 
     say(f"1. Packing {len(files):,} Python source files of this machine", newline=False)
     tree = os.path.join(work, "tree")

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
+from ffserve.disk.shardfile import FileState
 from ffserve.engine.opening import close_fds
 from ffserve.server.files.entering import ShardEntries
 from ffserve.server.files.holding import HOLD_COUNT, HeldShards, OpenSettings
@@ -24,7 +25,6 @@ from ffserve.server.files.shards import FileIdentity, OpenShard
 from ffserve.server.users.access import Owner
 from ffserve.server.users.domains import Domain
 from ffserve.server.users.threads import in_thread
-from ffserve.shardfile import FileState
 
 T = TypeVar("T")
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from ffserve.disk.shardfile import contradicted
 from ffserve.engine.opening import close_fds
 from ffserve.errors import FFServeError, FormatError
 from ffserve.server.files.catalog import Catalog
@@ -25,7 +26,6 @@ from ffserve.server.files.shards import OpenShard
 from ffserve.server.users.descriptors import closer_of
 from ffserve.server.users.shares import User
 from ffserve.server.users.threads import UserThreads
-from ffserve.shardfile import contradicted
 
 EXPLAIN_S = 2.0
 """A client that waits for an answer is patient for far longer."""

@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from ffserve.disk.files import os_error
 from ffserve.engine.opening import close_fds
 from ffserve.errors import FFServeError, ReadError
-from ffserve.files import os_error
 from ffserve.server.files.admission import Admission
 from ffserve.server.files.closing import ShardCloser
 from ffserve.server.files.entering import ShardEntries
@@ -32,7 +32,10 @@ from ffserve.server.files.parsing import (
     ShardParser,
     close_passed,
 )
-from ffserve.server.files.remote import ASKED_AT_ONCE, WantedFile
+from ffserve.server.files.remote import (
+    ASKED_AT_ONCE,
+    WantedFile,
+)
 from ffserve.server.files.shards import (
     FileIdentity,
     OpenShard,

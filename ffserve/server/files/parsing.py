@@ -21,11 +21,11 @@ from typing import TypeAlias
 
 import numpy as np
 
+from ffserve.disk.files import os_error
 from ffserve.dtypes import Int32s, Int64s
 from ffserve.engine.io import open_direct_all
 from ffserve.engine.opening import States, clear_flags, close_fds, stat_fds
 from ffserve.errors import FFServeError, ReadError
-from ffserve.files import os_error
 from ffserve.reads.opening import How, OpenFiles, Tables, enter, read_single, read_together
 from ffserve.reads.page_cache import open_cached
 from ffserve.server.files.holding import CatalogTables, DescriptorBudget, OpenSettings

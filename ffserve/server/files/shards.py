@@ -12,12 +12,12 @@ from typing import NamedTuple, TypeAlias
 
 from ffserve.cache.inventory import CHUNKED, PREPARED, TOLERANT, VERIFIED, ShardRow
 from ffserve.cache.tables import SMALL_RECORD_SIZE
+from ffserve.disk.shardfile import Contradiction, FileState
 from ffserve.formats.base import ChunkedShard
 from ffserve.server.files.preparations import Preparation, Preparations
 from ffserve.server.files.remote import RemoteShard
 from ffserve.server.users.access import Owner, Viewer, viewer_of
 from ffserve.server.users.domains import Domain
-from ffserve.shardfile import Contradiction, FileState
 from ffserve.store.access import Access
 from ffserve.store.origin import Identity as RemoteIdentity
 

@@ -26,14 +26,12 @@ from typing import Any, TypeAlias
 
 import uvloop
 
-from ffserve import __version__
+from ffserve._version import __version__
 from ffserve.cache.inventory import Inventory
 from ffserve.config import ServerConfig, format_size, merge_live
+from ffserve.disk.files import os_error, raise_file_limit
 from ffserve.engine.io import ring_refusal
 from ffserve.errors import FFServeError, ReadError, UsageError
-from ffserve.files import os_error, raise_file_limit
-from ffserve.machine import usable_memory
-from ffserve.memfd import is_locked_below
 from ffserve.server.files.remote import store_fault, try_store
 from ffserve.server.life.fd_store import forget, keep, memory_of, notify, passed
 from ffserve.server.life.handover import DRAIN_S, LISTENER, LOCK, give, take_from
@@ -42,7 +40,9 @@ from ffserve.server.life.restart import QUARANTINE_S, RETURN_S, take
 from ffserve.server.sessions.server import Server, listen
 from ffserve.server.sessions.state import ServerState
 from ffserve.server.users.access import may_read_everything
-from ffserve.socket_path import prepare_socket_directory
+from ffserve.system.machine import usable_memory
+from ffserve.system.memfd import is_locked_below
+from ffserve.system.socket_path import prepare_socket_directory
 
 log = logging.getLogger("ffserve")
 

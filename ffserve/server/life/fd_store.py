@@ -15,10 +15,10 @@ import socket
 import stat
 
 from ffserve.cache.inventory import NAME
-from ffserve.memfd import MemoryFile
 from ffserve.server.life.restart import FILE_NAMES, PAGE_NAME, file_names
 from ffserve.server.sessions.state import ServerState
 from ffserve.server.users.domains import Domain
+from ffserve.system.memfd import MemoryFile
 
 _FIRST_PASSED_FD = 3
 

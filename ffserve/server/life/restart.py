@@ -33,10 +33,10 @@ from ffserve.cache.tables import CAPACITY, REGION_UNIT
 from ffserve.config import ServerConfig, format_size
 from ffserve.engine.codec import CRC_32, CRC_32C, CRC_NONE
 from ffserve.errors import ReadError
-from ffserve.memfd import MemoryFile
 from ffserve.server.files.shards import preparation_of
 from ffserve.server.users.access import HOST, OWN, Owner, namespace_marks
 from ffserve.server.users.domains import MOST_DOMAINS, KeptDomain
+from ffserve.system.memfd import MemoryFile
 
 log = logging.getLogger("ffserve")
 

@@ -18,9 +18,9 @@ from ffserve.cache.cache import Load
 from ffserve.cache.tables import Directory
 from ffserve.engine.shm import publish_run
 from ffserve.errors import STATUS_TRUNCATED, Failure
-from ffserve.memfd import SharedMemory
 from ffserve.reads.records import Failures
 from ffserve.server.users.threads import UserThreads
+from ffserve.system.memfd import SharedMemory
 
 _ONE = np.zeros(1, np.int64)
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import protocol
-from ffserve.dataset import Layout
+from ffserve.dataset.layout import Layout
 from ffserve.dtypes import Int64s, UInt64s
 from ffserve.errors import FFServeError, ProtocolError, ReadError, UsageError
 from ffserve.server.files.preparations import Preparation

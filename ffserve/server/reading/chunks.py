@@ -24,7 +24,6 @@ from ffserve.dtypes import Bytes, Int64s
 from ffserve.engine.io import EngineBatch
 from ffserve.engine.shm import publish_run
 from ffserve.errors import STATUS_FORMAT, Failure
-from ffserve.memfd import SharedMemory
 from ffserve.reads.chunks import (
     ChunkBatch,
     ChunkRun,
@@ -36,6 +35,7 @@ from ffserve.reads.chunks import (
 from ffserve.reads.records import Failures
 from ffserve.server.reading.devices import Device, Devices
 from ffserve.server.reading.statistics import Histogram
+from ffserve.system.memfd import SharedMemory
 
 RAW_SIZE = 64 << 20
 """Bytes that are being read or wait to be decoded, unless one batch is larger."""

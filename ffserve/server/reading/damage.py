@@ -18,10 +18,10 @@ import numpy as np
 from ffserve.cache.cache import Load
 from ffserve.cache.tables import Directory
 from ffserve.engine.shm import publish_run
-from ffserve.memfd import SharedMemory
 from ffserve.reads.damage import WrongRecord
 from ffserve.reads.records import Failures
 from ffserve.server.users.threads import UserThreads
+from ffserve.system.memfd import SharedMemory
 
 _ONE = np.zeros(1, np.int64)
 _ANY = 1 << 62

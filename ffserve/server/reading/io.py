@@ -24,7 +24,6 @@ from ffserve.dtypes import Int32s, Int64s
 from ffserve.engine.io import MERGED_GAP, MERGED_SIZE, DirectReply, Engine, EngineBatch
 from ffserve.engine.shm import NOWHERE
 from ffserve.errors import STATUS_CHECKSUM, ChecksumError, Failure, ReadError
-from ffserve.memfd import SharedMemory
 from ffserve.reads.damage import WrongRecord
 from ffserve.reads.records import outcome_of
 from ffserve.server.files.remote import RemoteShard
@@ -36,6 +35,7 @@ from ffserve.server.reading.fetches import Fetches, Gate, Waiting
 from ffserve.server.reading.requests import SampleRequest
 from ffserve.server.reading.statistics import Histogram
 from ffserve.store.fetching import Fetcher
+from ffserve.system.memfd import SharedMemory
 
 MERGED_MOST = 32 * 1024
 """Blocks up to this size are merged. Copying a larger one out of a bounce buffer (3 us and above)

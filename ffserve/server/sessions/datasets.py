@@ -13,7 +13,7 @@ from typing import TypeAlias
 from ffserve import protocol
 from ffserve.cache.jobs import JobProgress
 from ffserve.cache.orders import Arriving
-from ffserve.dataset import Layout
+from ffserve.dataset.layout import Layout
 from ffserve.dtypes import Int64s
 from ffserve.errors import FFServeError, ProtocolError, SampleIndexError, UsageError
 from ffserve.protocol import Message

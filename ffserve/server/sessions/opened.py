@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ffserve import protocol
-from ffserve.dataset import Layout
+from ffserve.dataset.layout import Layout
 from ffserve.errors import (
     AccessDenied,
     FFServeError,

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ffserve import protocol
-from ffserve.memfd import MemoryFile
 from ffserve.server.users.shares import User
+from ffserve.system.memfd import MemoryFile
 
 log = logging.getLogger("ffserve")
 

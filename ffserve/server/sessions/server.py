@@ -24,9 +24,9 @@ from typing import Any
 
 from ffserve import protocol
 from ffserve.config import ServerConfig
+from ffserve.disk.files import wrap_os_error
 from ffserve.engine.io import ATOMIC_SEND_SIZE, DirectReply, ReplySocket
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
-from ffserve.files import wrap_os_error
 from ffserve.protocol import Message
 from ffserve.server.files.shards import PassedFile, Request
 from ffserve.server.prepared.sharing import PrepareRequest
@@ -46,7 +46,7 @@ from ffserve.server.users.access import (
 )
 from ffserve.server.users.descriptors import DescriptorReceiver, closer_of, refuse_descriptors
 from ffserve.server.users.shares import Bound, User
-from ffserve.socket_path import remove_stale_socket
+from ffserve.system.socket_path import remove_stale_socket
 
 log = logging.getLogger("ffserve")
 

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from ffserve import __version__, protocol
+from ffserve import protocol
+from ffserve._version import __version__
 from ffserve.cache.adoption import Adopted, adopt
 from ffserve.cache.arena import Arena
 from ffserve.cache.cache import Cache
@@ -37,8 +38,6 @@ from ffserve.errors import (
     ProtocolError,
     ReadError,
 )
-from ffserve.machine import free_memory, usable_memory
-from ffserve.memfd import SharedMemory
 from ffserve.server.files.catalog import Catalog
 from ffserve.server.files.explaining import Explainer
 from ffserve.server.files.holding import CatalogTables, OpenSettings
@@ -56,6 +55,8 @@ from ffserve.server.reading.waiting import JobReads, JobTime, Use
 from ffserve.server.users.access import Peer, Rules, Viewer, namespace_marks
 from ffserve.server.users.domains import Domains
 from ffserve.server.users.shares import Users
+from ffserve.system.machine import free_memory, usable_memory
+from ffserve.system.memfd import SharedMemory
 
 LARGEST_COUNT = (1 << 63) - 1
 """The largest number that REPORT can carry; only false counters of a client reach it."""

@@ -33,7 +33,7 @@ from ffserve.server.status import metrics, page
 from ffserve.server.users.access import Peer
 from ffserve.server.users.descriptors import DescriptorReceiver, closer_of, refuse_descriptors
 from ffserve.server.users.shares import User
-from ffserve.socket_path import prepare_socket_directory
+from ffserve.system.socket_path import prepare_socket_directory
 
 log = logging.getLogger("ffserve")
 

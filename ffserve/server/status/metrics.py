@@ -28,7 +28,7 @@ from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, genera
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from ffserve import __version__
+from ffserve._version import __version__
 from ffserve.cache.jobs import JobProgress
 from ffserve.errors import BY_CODE, printable
 from ffserve.server.files.remote import store_facts

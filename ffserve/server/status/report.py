@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 from itertools import islice
 from typing import Any
 
-from ffserve import __version__
+from ffserve._version import __version__
 from ffserve.cache.jobs import JobProgress
 from ffserve.server.files.remote import store_facts
 from ffserve.server.files.shards import OpenShard

@@ -31,6 +31,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from ffserve.config import USER_FILE_SYSTEMS, CommonName
+from ffserve.disk.files import os_error
 from ffserve.dtypes import Bools, Int32s, Int64s
 from ffserve.engine.opening import (
     KIND_BITS,
@@ -41,7 +42,6 @@ from ffserve.engine.opening import (
     stat_names,
 )
 from ffserve.errors import AccessDenied
-from ffserve.files import os_error
 
 log = logging.getLogger("ffserve")
 

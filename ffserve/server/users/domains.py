@@ -24,9 +24,9 @@ from ffserve.cache.cache import Cache
 from ffserve.cache.inventory import COMMON, OWNED, UNCLAIMED, Inventory
 from ffserve.cache.tables import Directory
 from ffserve.errors import ReadError
-from ffserve.memfd import MemoryFile, SharedMemory
 from ffserve.server.users.access import Owner
 from ffserve.server.users.shares import OTHERS_SHARE
+from ffserve.system.memfd import MemoryFile, SharedMemory
 
 MOST_DOMAINS = 256
 """Each has three descriptors."""

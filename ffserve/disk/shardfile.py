@@ -17,10 +17,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve import formats, index_file
+from ffserve import formats
+from ffserve.disk import index_file
+from ffserve.disk.files import open_regular, read_at_of, wrap_os_error
 from ffserve.engine.io import buffered
 from ffserve.errors import ChecksumError, FFServeError, FormatError, ReadError
-from ffserve.files import open_regular, read_at_of, wrap_os_error
 from ffserve.formats.base import (
     HEAD_SIZE,
     ChunkedShard,

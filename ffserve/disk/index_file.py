@@ -48,10 +48,10 @@ from typing import Literal
 
 import numpy as np
 
+from ffserve.disk.files import read_at_of
 from ffserve.dtypes import Bools, Bytes, Int64s, UInt32s, UInt64s
 from ffserve.engine.codec import CRC_32C, Tables, checksums, crc32c, small_tfrecord_index
 from ffserve.errors import FFServeError
-from ffserve.files import read_at_of
 from ffserve.formats.base import ScannedShard
 
 MAGIC = b"ffserve\n"

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve import parallel
-from ffserve.compat import folder_index
 from ffserve.compat.ffrecord import FileNameError, FileReader
-from ffserve.compat.folder_index import Folder
+from ffserve.disk.files import os_error
+from ffserve.disk.output import staged_directory
 from ffserve.errors import FFServeError, FormatError, UsageError
-from ffserve.files import os_error
-from ffserve.output import staged_directory
+from ffserve.folders import folder_index
+from ffserve.folders.folder_index import Folder
+from ffserve.system import parallel
 from ffserve.writer import create
 
 BLOCK_SIZE = 8 << 20

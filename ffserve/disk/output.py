@@ -20,8 +20,8 @@ import shutil
 import stat
 from collections.abc import Iterator
 
+from ffserve.disk.files import is_missing
 from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError, UsageError
-from ffserve.files import is_missing
 
 _NAME_MAX = 255
 _ENDING = re.compile(r"[0-9a-f]{12}\.tmp")

@@ -26,8 +26,8 @@ import weakref
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.disk.files import os_hint
 from ffserve.errors import ReadError
-from ffserve.files import os_hint
 
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4

@@ -1,0 +1,1 @@
+"""Packed folders: many small files in one record file, with their names."""
