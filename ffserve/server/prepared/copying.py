@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import resource
 from collections.abc import Callable
 from functools import partial
 
@@ -22,6 +23,8 @@ from ffserve.reads.records import Failures
 from ffserve.server.users.threads import UserThreads
 from ffserve.system.memfd import SharedMemory
 
+MEMORY_FILES_SHARE = 16
+"""Files that prepared samples come through are 1 part in MEMORY_FILES_SHARE of the descriptors."""
 _ONE = np.zeros(1, np.int64)
 
 
@@ -56,6 +59,8 @@ class Copier:
         self._loop: asyncio.AbstractEventLoop | None = None
         self.file_count = 0
         """Memory files that are open."""
+        self.most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // MEMORY_FILES_SHARE
+        """The largest number of them."""
         self.in_flight = 0
         """Loads that are being copied."""
 
