@@ -32,6 +32,7 @@ from ffserve.config import ServerConfig, format_size, merge_live
 from ffserve.disk.files import os_error, raise_file_limit
 from ffserve.engine.io import ring_refusal
 from ffserve.errors import FFServeError, ReadError, UsageError
+from ffserve.limits import LEAST_FILES, OWN_SIZE
 from ffserve.server.files.remote import store_fault, try_store
 from ffserve.server.life.fd_store import forget, keep, memory_of, notify, passed
 from ffserve.server.life.handover import DRAIN_S, LISTENER, LOCK, give, take_from
@@ -57,11 +58,6 @@ SETTLE_INTERVAL_S = 1.0
 """How often a daemon that took memory over looks for leases of its predecessor."""
 EXIT_FAULT = 1
 """Exit code after an internal error; systemd starts the daemon again."""
-LEAST_FILES = 64
-"""Descriptors: the daemon itself needs two dozen, and some more for each client that connects."""
-OWN_SIZE = 32 * 1024 * 1024
-"""Memory of a daemon beside its arena when it starts, with a margin. Tables of samples and orders
-come on top (docs/CONFIGURATION.md)."""
 
 
 def check(config: ServerConfig, ignored: Sequence[str] = ()) -> None:

@@ -16,16 +16,15 @@ from ffserve.cache.orders import Arriving
 from ffserve.dataset.layout import Layout
 from ffserve.dtypes import Int64s
 from ffserve.errors import FFServeError, ProtocolError, SampleIndexError, UsageError
+from ffserve.limits import MOST_ANNOUNCED, MOST_NAME, OTHERS_SHARE
 from ffserve.protocol import Message
 from ffserve.server.files.preparations import Preparation
 from ffserve.server.files.shards import OpenShard
 from ffserve.server.prepared.copying import PreparedFile
 from ffserve.server.reading.statistics import LARGEST_COUNT
 from ffserve.server.sessions.state import ServerState
-from ffserve.server.users.shares import MOST_ANNOUNCED, OTHERS_SHARE, Bound, User
+from ffserve.server.users.shares import Bound, User
 
-MOST_NAME = 200
-"""Characters in the name of an order, or of a preparation."""
 FEW = 64
 """Tags, paths, shards, data sets or errors that are handled in one step."""
 STEP_COUNT = 8192

@@ -11,16 +11,13 @@ from ffserve import protocol
 from ffserve.cache.cache import Cache
 from ffserve.cache.jobs import JobProgress
 from ffserve.errors import ProtocolError
+from ffserve.limits import MOST_KEPT_JOBS, MOST_NAME
 from ffserve.server.reading.io import Engines
 from ffserve.server.reading.scheduler import Scheduler
 from ffserve.server.reading.statistics import Rates, Statistics
 from ffserve.server.reading.waiting import JobReads, JobTime, Use
-from ffserve.server.users.access import Peer, Viewer
+from ffserve.server.users.peers import Peer, Viewer
 
-MOST_JOBS = 256
-"""Jobs whose counters are kept, ended ones included."""
-MOST_NAME = 200
-"""Characters in the name of a job."""
 JOB_COUNTERS, COUNTERS = 4, 7
 """How many counters have rates: `JobTable.counters_of`, `JobTable.counters`."""
 RIVAL_SHARE = 16
@@ -98,7 +95,7 @@ class JobTable:
         if job is None:
             job = self.all[name] = Job(name, now, now, user)
             for old in [j for j in self.all.values() if not j.sessions and j is not job]:
-                if len(self.all) <= MOST_JOBS:
+                if len(self.all) <= MOST_KEPT_JOBS:
                     break
                 del self.all[old.name]
         return job

@@ -22,17 +22,16 @@ from ffserve.errors import (
     ReadError,
     UsageError,
 )
+from ffserve.limits import MOST_DATASETS, MOST_USER_DATASETS
 from ffserve.server.files.remote import identity_from
 from ffserve.server.files.shards import Identity, OpenShard, PassedFile, Request
 from ffserve.server.sessions.context import OVER, READY, SessionContext
 from ffserve.server.sessions.datasets import FEW, OpenDataset, OrderReceiver, Steps
 from ffserve.server.sessions.outbox import MemoryMessage
-from ffserve.server.users.shares import MOST_USER_DATASETS
 from ffserve.store.access import Access, served
 from ffserve.store.origin import Identity as RemoteIdentity
 from ffserve.store.urls import is_url, shown
 
-MOST_DATASETS = 4096
 ROW_SIZE = protocol.IDENTITY_DTYPE.itemsize
 
 

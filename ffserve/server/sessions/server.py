@@ -27,6 +27,14 @@ from ffserve.config import ServerConfig
 from ffserve.disk.files import wrap_os_error
 from ffserve.engine.io import ATOMIC_SEND_SIZE, DirectReply, ReplySocket
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
+from ffserve.limits import (
+    FEWEST_SESSIONS,
+    MOST_UNREAD,
+    NAMESPACE_OPENINGS,
+    RESERVED_SESSIONS,
+    SESSIONS_PART,
+    USER_OPENINGS,
+)
 from ffserve.protocol import Message
 from ffserve.server.files.shards import PassedFile, Request
 from ffserve.server.prepared.sharing import PrepareRequest
@@ -36,31 +44,21 @@ from ffserve.server.sessions.outbox import MemoryFrame, MemoryMessage, Outbox
 from ffserve.server.sessions.session import Session
 from ffserve.server.sessions.state import ServerState
 from ffserve.server.sessions.turns import Turns
-from ffserve.server.users.access import (
-    Credentials,
-    Namespaces,
-    Owner,
-    Peer,
-    check_memory,
-    is_administrator,
-)
+from ffserve.server.users.access import check_memory
 from ffserve.server.users.descriptors import DescriptorReceiver, closer_of, refuse_descriptors
+from ffserve.server.users.peers import Credentials, Namespaces, Owner, Peer, is_administrator
 from ffserve.server.users.shares import Bound, User
 from ffserve.system.socket_path import remove_stale_socket
 
 log = logging.getLogger("ffserve")
 
 HELLO_TIMEOUT_S = 10.0
-MOST_UNREAD = 1024 * 1024
-"""Unsent bytes of replies at which no further message of the session is handled."""
 WRITES_AT_ONCE = 4
 """Frames of one connection before others have their turn."""
 ALIVE_INTERVAL_S = 2.5
 """How often a client that waits gets a sign of life; it gives up after four times as long."""
 MEASURED_JOBS = 64
 """Jobs of which it is computed at a time where their time goes."""
-RESERVED_SESSIONS = 16
-"""Sessions beyond `max_sessions` for administrators. They open no data set."""
 RESIZE_STEP_S = 0.01
 """Between two steps of a resize."""
 ACCEPT_PAUSE_S = 0.2
@@ -69,12 +67,8 @@ FILES_TIMEOUT_S = 30.0
 """From NEED to FILES."""
 TEND_INTERVAL_S = 1.0
 """How often idle shards are looked at."""
-OPENINGS, USER_OPENINGS, LANE_TIMEOUT_S = 4, 16, 60.0
-"""OPENs that are carried out at once of a user in one mount namespace (a user can make any number
-of them), and in all; how long another waits for its turn. Each has a thread, or one for each of
-`remote.ASKED_AT_ONCE` remote files, and the descriptors of a message."""
-FEWEST_SESSIONS = 32
-"""Sessions for which there are always descriptors."""
+LANE_TIMEOUT_S = 60.0
+"""An OPEN fails if it has waited so long for earlier ones of its user."""
 _ACCEPTED = 8
 """Connections that are accepted in one turn of the loop; each takes 10 to 30 us."""
 TRICKLE_SIZE, TRICKLE_PAUSE_S = 4096, 0.02
@@ -720,7 +714,7 @@ class Server:
         """Wait until a client may open a data set: its user's files may be on a file system that
         does not answer, which must cost neither others nor ever more threads and descriptors."""
         with contextlib.ExitStack() as held:
-            for whose, most in ((owner, OPENINGS), (owner[0], USER_OPENINGS)):
+            for whose, most in ((owner, NAMESPACE_OPENINGS), (owner[0], USER_OPENINGS)):
                 lane = self._lanes.setdefault(whose, asyncio.Semaphore(most))
                 try:
                     await asyncio.wait_for(lane.acquire(), LANE_TIMEOUT_S)
@@ -853,4 +847,4 @@ def _most_files() -> int:
 def most_sessions(wanted: int, most_files: int) -> int:
     """Return how many sessions there may be: each needs a descriptor, of which shards take three
     quarters."""
-    return min(wanted, max(most_files // 4 - RESERVED_SESSIONS, FEWEST_SESSIONS))
+    return min(wanted, max(int(most_files * SESSIONS_PART) - RESERVED_SESSIONS, FEWEST_SESSIONS))

@@ -38,8 +38,9 @@ from ffserve.server.reading.scheduler import Scheduler
 from ffserve.server.reading.statistics import Statistics
 from ffserve.server.sessions.job_table import JobTable
 from ffserve.server.status.faults import Faults
-from ffserve.server.users.access import Peer, Rules, namespace_marks
+from ffserve.server.users.access import Rules
 from ffserve.server.users.domains import Domains
+from ffserve.server.users.peers import Peer, namespace_marks
 from ffserve.server.users.shares import Users
 
 

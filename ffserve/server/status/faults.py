@@ -10,12 +10,10 @@ import numpy as np
 from ffserve.cache.tables import ShardTable
 from ffserve.dtypes import Int64s
 from ffserve.errors import ArenaError, FFServeError, FormatError
+from ffserve.limits import MOST_SLOW_FILES
 from ffserve.server.files.shards import OpenShard
 from ffserve.server.life.log import RepeatedLines
 from ffserve.server.reading.statistics import Statistics
-
-MOST_SLOW = 256
-"""Files with slow reads that are remembered, the latest."""
 
 
 @dataclass(slots=True)
@@ -90,7 +88,7 @@ class Faults:
             slow.count += 1
             slow.longest_s, slow.last = max(slow.longest_s, seconds), now
             self.slow_reads.move_to_end(base)
-        while len(self.slow_reads) > MOST_SLOW:
+        while len(self.slow_reads) > MOST_SLOW_FILES:
             self.slow_reads.popitem(last=False)
 
     def forget(self, base: int) -> None:
