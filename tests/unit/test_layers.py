@@ -57,7 +57,7 @@ LAYERS = {
     "examples": "torch example spark ray ffserve",
     "bench": "engine formats disk client ffserve",
     "doctor": "_version limits system config engine formats dataset disk server client",
-    "cli": "order system config formats dataset disk cache server client reader "
+    "cli": "order system config formats dataset disk cache server client "
     "folders convert inputs bench doctor store view ffserve",
     "__main__": "cli",
 }
