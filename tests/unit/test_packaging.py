@@ -100,7 +100,9 @@ def test_a_wheel_has_the_units_that_the_commands_of_a_checkout_install(tmp_path:
     build = "from setuptools import setup; setup(script_name='setup.py', "
     build += "script_args=['-q', 'build_py', '--build-lib', 'lib'])"
     run(build, tmp_path)
-    units = "from ffserve.cli import service; print([*service.units('/p')], service._SOURCES)"
+    units = (
+        "from ffserve.cli.daemon import service; print([*service.units('/p')], service._SOURCES)"
+    )
     texts = {}
     for place in (tmp_path, tmp_path / "lib"):
         texts[place], _, sources = run(units, place)[-1].rpartition(" ")

@@ -21,7 +21,8 @@ from ffserve.protocol import Message
 from ffserve.server.files.preparations import Preparation
 from ffserve.server.files.shards import OpenShard
 from ffserve.server.prepared.copying import PreparedFile
-from ffserve.server.sessions.state import LARGEST_COUNT, ServerState
+from ffserve.server.reading.statistics import LARGEST_COUNT
+from ffserve.server.sessions.state import ServerState
 from ffserve.server.users.shares import (
     Bound,
     User,
@@ -156,14 +157,14 @@ class OrderReceiver:
             raise error.located(index=dataset.layout.index(error.index)) from None
         progress = dataset.progress
         now = yield None
-        yield from self._state.next_use.announcing(
+        yield from self._state.memory.next_use.announcing(
             progress, current.epoch, whole, current.name, dataset, now, self._user.uid
         )
         # Not before: between two steps the old order would be followed again.
-        self._state.scheduler.prefetcher.replaced(progress, current.epoch)
+        self._state.reading.scheduler.prefetcher.replaced(progress, current.epoch)
         self._send(protocol.Ready(current.tag, whole.count, []))
         now = yield None
-        self._state.scheduler.pump(now)
+        self._state.reading.scheduler.pump(now)
 
     def _begin(self, message: protocol.Order, dataset: OpenDataset) -> _IncomingOrder:
         name, replacement = message.what.get("name"), message.what.get("replacement")
@@ -171,7 +172,7 @@ class OrderReceiver:
             name is None or (isinstance(name, str) and len(name) <= MOST_NAME)
         ):
             raise ProtocolError("invalid ORDER message: name or replacement is invalid")
-        next_use, user = self._state.next_use, self._user
+        next_use, user = self._state.memory.next_use, self._user
         arriving = next_use.arriving(
             dataset.progress, message.count, replacement=replacement, user=user.uid
         )
