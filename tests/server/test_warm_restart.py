@@ -453,7 +453,7 @@ def test_files_that_are_not_what_they_should_be(
         (unsealed, "no sealed memory file"),
         (of_all, "with mode 666"),
         (read_only, "not for reading and writing"),
-        (smaller, "8192 bytes|does not begin as one"),
+        (smaller, "8192 bytes|begins with other bytes"),
         (lambda: os.open("/dev/null", os.O_RDWR), "no sealed memory file"),
         (None, f"the descriptor {name} is missing"),
     ):
@@ -472,7 +472,7 @@ def test_files_that_are_not_what_they_should_be(
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
-        ("magic", 0, "does not begin as one"),
+        ("magic", 0, "begins with other bytes"),
         ("slabs", 1 << 40, "invalid sizes"),
         ("slabs", 3, "is not what 3 slabs need"),
         ("slab_size", 12345, "invalid sizes"),
@@ -541,7 +541,7 @@ def test_shards_are_compared_with_their_files(paths: list[str]) -> None:
 
 
 def test_entries_that_point_elsewhere_are_dropped(paths: list[str]) -> None:
-    from ffserve.cache.tables import ENTRY_DTYPE
+    from ffserve.engine.shm import ENTRY_DTYPE
     from ffserve.system.memfd import MemoryFile, SharedMemory
 
     rng = np.random.default_rng(0)
