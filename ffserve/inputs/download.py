@@ -2,9 +2,9 @@
 
 The directories contain these files and no others, so a program may take every file there. A record
 in the same directory names the files that an earlier run has placed. Unchanged files that are
-wanted again stay, and others of that run are removed. All other files are refused, since their owner is
-unknown. So no file of the user is deleted, and no input of another run is read by mistake. The
-record is written before the first file is placed, and again when all are placed.
+wanted again stay, and others of that run are removed. All other files are refused, since their
+owner is unknown. So no file of the user is deleted, and no input of another run is read by mistake.
+The record is written before the first file is placed, and again when all are placed.
 """
 
 from __future__ import annotations
