@@ -155,7 +155,7 @@ class Breaker:
 
 
 @dataclass(order=True)
-class _Task:
+class _QueuedCall:
     due: float
     number: int
     run: Callable[[], Any] = field(compare=False)
@@ -183,7 +183,7 @@ class Threads:
         self._name = name
         self._most = most
         self._changed = threading.Condition()
-        self._waiting: list[_Task] = []
+        self._waiting: list[_QueuedCall] = []
         self._numbers = itertools.count()
         self._count = self._idle = 0
 
@@ -191,7 +191,7 @@ class Threads:
         """Run something when those that are due before it have begun. A future that runs already is
         left out: a task may be put again with a sooner time."""
         with self._changed:
-            heapq.heappush(self._waiting, _Task(due, next(self._numbers), run, future))
+            heapq.heappush(self._waiting, _QueuedCall(due, next(self._numbers), run, future))
             if self._idle < len(self._waiting) and self._count < self._most:
                 self._count += 1
                 threading.Thread(target=self._work, name=self._name, daemon=True).start()
@@ -214,7 +214,7 @@ class Threads:
                 task.future.set_result(result)
             del task
 
-    def _next(self) -> _Task | None:
+    def _next(self) -> _QueuedCall | None:
         with self._changed:
             while True:
                 while self._waiting:
