@@ -378,7 +378,7 @@ def test_an_edited_object_is_begun_anew(directory: Path, case: int) -> None:
 def test_a_directory_that_is_no_store_is_refused(directory: Path) -> None:
     directory.mkdir(0o700)
     (directory / "state").write_bytes(b"nothing")
-    with pytest.raises(UsageError, match="no store, or its state file is damaged"):
+    with pytest.raises(UsageError, match="not a store, or its state file is damaged"):
         Store(str(directory), LIMIT, BLOCK)
 
 

@@ -356,7 +356,7 @@ def test_a_changed_source_is_placed_anew(tmp_path: Path, place: str) -> None:
 
 def test_a_taken_or_damaged_place_is_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(b"a file")
-    with pytest.raises(UsageError, match="taken by another file"):
+    with pytest.raises(UsageError, match="another file is in the place of an input"):
         placed(tmp_path, f"{folder}/b")
     (tmp_path / "in").unlink()
     for text in ("[]", "{", '{"in": 3}'):
