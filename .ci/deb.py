@@ -81,7 +81,7 @@ def package(architecture: str, python: str, output: Path) -> Path:
     )
     (stage / "ffserve").write_text(SCRIPT)
     sys.path.insert(0, str(ROOT))
-    from ffserve.cli.service import units
+    from ffserve.cli.daemon.service import units
 
     for name, text in units(f"{PREFIX}/bin/ffserve"):
         (stage / "units" / name).write_text(text)

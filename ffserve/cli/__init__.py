@@ -40,30 +40,30 @@ EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("demo", "Pack files, serve them and train on them, in less than a minute."),
-    "serve": ("serve", "Run the daemon."),
-    "status": ("status", "Show the daemon's memory, files and jobs."),
-    "doctor": ("doctor", "Find out what is wrong with machine, daemon and data."),
-    "top": ("top", "Show the daemon's jobs, live."),
-    "stop": ("stop", "Stop the daemon."),
-    "resize": ("resize", "Change the size of the daemon's arena."),
-    "bench": ("bench", "Measure ffserve beside this machine's memory and disk."),
-    "install-service": ("service", "Install the daemon as a service of systemd."),
-    "uninstall-service": ("service", "Stop and remove the service."),
-    "simulate": ("simulate", "Simulate the hit rates of a cache size."),
-    "pack": ("pack", "Pack a directory or files into record files."),
-    "inspect": ("inspect", "Show samples, sizes and checksums of record files."),
-    "ls": ("ls", "List the samples of a record file, with sizes and names."),
-    "verify": ("verify", "Read all samples and check their checksums."),
-    "scrub": ("scrub", "Find damage at a limited rate, while the daemon is idle."),
-    "cat": ("cat", "Write samples to standard output."),
-    "convert": ("convert", "Convert record files, tar files, arrays and directories."),
-    "index": ("index", "Write index files for TFRecord files."),
+    "demo": ("trials.demo", "Pack files, serve them and train on them, in less than a minute."),
+    "serve": ("daemon.serve", "Run the daemon."),
+    "status": ("daemon.status", "Show the daemon's memory, files and jobs."),
+    "doctor": ("daemon.doctor", "Find out what is wrong with machine, daemon and data."),
+    "top": ("daemon.top", "Show the daemon's jobs, live."),
+    "stop": ("daemon.stop", "Stop the daemon."),
+    "resize": ("daemon.resize", "Change the size of the daemon's arena."),
+    "bench": ("trials.bench", "Measure ffserve beside this machine's memory and disk."),
+    "install-service": ("daemon.service", "Install the daemon as a service of systemd."),
+    "uninstall-service": ("daemon.service", "Stop and remove the service."),
+    "simulate": ("trials.simulate", "Simulate the hit rates of a cache size."),
+    "pack": ("files.pack", "Pack a directory or files into record files."),
+    "inspect": ("files.inspect", "Show samples, sizes and checksums of record files."),
+    "ls": ("files.ls", "List the samples of a record file, with sizes and names."),
+    "verify": ("files.verify", "Read all samples and check their checksums."),
+    "scrub": ("files.scrub", "Find damage at a limited rate, while the daemon is idle."),
+    "cat": ("files.cat", "Write samples to standard output."),
+    "convert": ("files.convert", "Convert record files, tar files, arrays and directories."),
+    "index": ("files.index", "Write index files for TFRecord files."),
     "run": ("programs", "Run a program on its share of input files."),
-    "stage": ("stage", "Copy remote files to a local directory."),
-    "warm": ("warm", "Bring files into store and memory before a job reads them."),
-    "mount": ("mount", "Show record files as a file system."),
-    "unmount": ("mount", "Remove what 'mount' has mounted."),
+    "stage": ("files.stage", "Copy remote files to a local directory."),
+    "warm": ("files.warm", "Bring files into store and memory before a job reads them."),
+    "mount": ("files.mount", "Show record files as a file system."),
+    "unmount": ("files.mount", "Remove what 'mount' has mounted."),
 }
 """Command → its module and its line in the list of commands."""
 
@@ -111,7 +111,7 @@ class CommandLine(click.Group):
 
 
 class FloatRange(click.FloatRange):
-    """click's FloatRange without nan, which is inside of any range to it."""
+    """click's FloatRange, which takes nan for a number inside of any range, without nan."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None

@@ -102,7 +102,7 @@ def run(
     _check_options(ctx)
     parsed = [parse_output(text) for text in outputs]
     if len({output.uri.rstrip("/") for output in parsed}) < len(parsed):
-        raise UsageError("two outputs have the same URI", hint="give each its own")
+        raise UsageError("two outputs have the same URI", hint="give each output a URI of its own")
     count, only = job.place_in_job(workers, rank, os.environ)
 
     def say(text: str) -> None:

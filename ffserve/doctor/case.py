@@ -1,7 +1,8 @@
-"""What `ffserve doctor` looks at: this machine, the socket, the process that is or would be the
-daemon, the settings, the data. And how commands are written here.
+"""The facts that `ffserve doctor` judges: this machine, the socket, the process that is or would be
+the daemon, the settings, the data. `Host` and `Case` also write commands as this machine needs
+them.
 
-All of it is found without numpy and without threads, since `probe.py` forks.
+The facts are collected without numpy and without threads, since `probe.py` forks.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Host:
     @classmethod
     def here(cls) -> Host:
         """Return this machine."""
-        # One that may administer the machine is written for as the machine is.
+        # A container that may administer the machine gets the commands of the machine.
         bounds = re.search(r"^CapBnd:\t(.*)$", text_in("/proc/self/status"), re.MULTILINE)
         rights = bounds is not None and int(bounds[1], 16) >> _CAP_SYS_ADMIN & 1
         marks = {
@@ -142,7 +143,7 @@ def number_in(path: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """The process that is the daemon, or would be: this one.
+    """The process that is the daemon, or this one, which would become it.
 
     pid: 0: this process. uid: its effective user. most_files, lockable_size: limits; of files the
     hard one, to which the daemon raises its own. locks_any: CAP_IPC_LOCK. is_admin: CAP_SYS_ADMIN.
@@ -326,7 +327,7 @@ class Case:
         return self.settings.arena_size
 
     def take_daemon(self, process: Process) -> None:
-        """The daemon is this process; its options are settings."""
+        """Take this process for the daemon, and its options for settings."""
         self.process = process
         if not self.given_config:
             self.config_path = _config_of(self.socket.path, process)

@@ -24,7 +24,7 @@ from ffserve.server.life.daemon import common_fault, group_of, http_module
 from ffserve.system.memfd import can_map
 
 SYSTEMCTL_TIMEOUT_S = 5
-ALONE = "Jobs read by themselves, and share nothing."
+ALONE = "Jobs read the files by themselves and share nothing."
 
 
 def greet(case: Case) -> None:
@@ -72,14 +72,15 @@ def settings(case: Case) -> Found:
             "warning",
             f"the daemon has the roots {' '.join(facts['roots'])}, {case.config_path} has "
             f"{' '.join(config.roots)}",
-            "What was changed holds after a reload.",
+            "The changes take effect after a reload.",
             (case.host.as_root(reload),),
         )
 
 
 def _unusable(case: Case) -> Iterator[Finding]:
-    """Find out whether a daemon can start with valid settings, and whom it would serve."""
-    config, runs, effect = case.settings, bool(case.process.pid), "No daemon starts."
+    """Find out whether a daemon can start with these valid settings, and which users it would
+    serve."""
+    config, runs, effect = case.settings, bool(case.process.pid), "No daemon can start."
     try:
         group_of(config)
     except UsageError as error:
@@ -100,7 +101,7 @@ def _unusable(case: Case) -> Iterator[Finding]:
         yield Finding(
             "settings-open",
             "warning",
-            f"common = 'user', and everybody may connect (socket_mode {config.socket_mode:04o})",
+            f"common is 'user', but everybody may connect (socket_mode {config.socket_mode:04o})",
             "All users of the machine can see samples of files that they may not read.",
             case.setting("socket_mode", "0o660", "--socket-mode", "0660"),
         )
@@ -114,8 +115,8 @@ def _invalid(case: Case, error: FFServeError) -> Iterator[Finding]:
         # The daemon of the service is an ordinary user. Others may have settings of their own.
         if has_unit() or case.given_config:
             commands = (case.host.as_root(f"chmod a+r {shlex.quote(path)}"),)
-            text = f"{path}: not readable for all users"
-            yield Finding("settings-closed", "error", text, "No daemon starts.", commands)
+            text = f"{path} is not readable for all users"
+            yield Finding("settings-closed", "error", text, "No daemon can start.", commands)
         return
     line = re.search(r"line (\d+)", error.message)
     edit = f'"${{EDITOR:-vi}}" {f"+{line[1]} " if line else ""}{shlex.quote(path)}'
@@ -123,7 +124,7 @@ def _invalid(case: Case, error: FFServeError) -> Iterator[Finding]:
         edit = case.host.as_root(f"{edit}")
     text = str(error)
     check = f"ffserve serve --config {shlex.quote(path)} --check"
-    effect = "No daemon starts; one that runs goes on with the settings that it has."
+    effect = "No daemon can start. A running daemon keeps the settings that it has."
     yield Finding("settings-invalid", "error", text, effect, (edit, check) if exists else (check,))
 
 
@@ -136,8 +137,8 @@ def _roots(case: Case) -> Iterator[Finding]:
             yield Finding(
                 "root-missing",
                 "warning",
-                f"the root {root}: {answer['error']}",
-                "Nothing below it is served until it is there.",
+                f"the root {root} cannot be used: {answer['error']}",
+                "No file below it is served until it exists.",
                 (case.host.as_root(f"mount {shlex.quote(root)}"),),
             )
 
@@ -170,28 +171,30 @@ def _obstacle(case: Case) -> Finding:
         case "unsafe":
             return Finding(
                 "socket-unsafe", "error", f"{path}: {found.error}",
-                f"Another user could take the place of your daemon, so none is used. {ALONE}",
+                f"Another user could take the place of your daemon, so no daemon is used. {ALONE}",
                 (host.as_root(f"rm -rf {quoted}"),),
             )  # fmt: skip
         case "long":
-            text = f"{path}: a socket's path has at most 107 bytes"
+            text = f"{path}: the path of a socket may have at most 107 bytes"
             commands = ("export FFSERVE_SOCKET=$XDG_RUNTIME_DIR/ffserve.sock",)
             return Finding("socket-path", "error", text, ALONE, commands)
         case "other":
             return Finding(
-                "socket-no-socket", "error", f"{path} exists and is no socket",
+                "socket-no-socket", "error", f"{path} exists, but is not a socket",
                 f"No daemon can listen there. {ALONE}", (_removing(case), case.restart()),
             )  # fmt: skip
         case "closed":
             part = closed_part(path)["path"]
             commands = (host.as_root(f"chmod a+rx {shlex.quote(part)}"),)
-            text = f"{path}: the directory {part} is closed to this user"
+            text = f"{path}: this user may not search the directory {part}"
             return Finding("socket-closed", "error", text, ALONE, commands)
         case "stale":
             text = f"{path}: no process listens on this socket"
             return Finding("socket-stale", "error", text, ALONE, (case.restart(),))
         case _:
-            text = f"{path}: no connection: {found.error or 'too many wait for the daemon'}"
+            text = (
+                f"{path}: cannot connect: {found.error or 'too many clients wait for the daemon'}"
+            )
             commands = (f"ss -xlp src {quoted}", case.restart())
             return Finding("daemon-silent", "error", text, ALONE, commands)
 
@@ -212,12 +215,12 @@ def _missing(case: Case) -> Iterator[str | Finding]:
         yield Finding(
             "socket-elsewhere",
             "warning",
-            f"{case.config_path} puts the socket at {configured}, and jobs look at {found.path}",
+            f"{case.config_path} puts the socket at {configured}, but jobs look at {found.path}",
             ALONE,
             (f"export FFSERVE_SOCKET={shlex.quote(configured)}",),
         )
     elif found.given:
-        text = f"{found.path}: there is no such socket"
+        text = f"{found.path}: this socket does not exist"
         yield Finding("socket-missing", "error", text, ALONE, (case.restart(),))
 
 
@@ -231,20 +234,22 @@ def _denied(case: Case) -> Finding:
     text = f"{found.path} (mode {mode:04o}, group {group}): user {user} may not connect"
     if gid in (os.getegid(), *os.getgroups()) or mode & 0o020 == 0:
         commands = (host.as_root(f"chmod 0660 {shlex.quote(found.path)}"),)
-        effect = f"{ALONE} Set socket_mode (of the service: SocketMode=), so that it stays."
+        effect = f"{ALONE} Set socket_mode (SocketMode= of the service) to keep the mode."
         return Finding("socket-mode", "error", text, effect, commands)
     if gid == 0:
         # Membership in root's group gives more than samples.
         commands = case.setting("socket_group", '"ffserve"', "--socket-group", "ffserve")
         commands = (host.as_root("groupadd -rf ffserve"), *commands)
-        text += f"; of {group} nobody should become a member"
+        text += f"; nobody should become a member of {group}"
         return Finding("socket-group", "error", text, ALONE, commands)
     if _is_member(user, gid):
-        text += f", a member of {group} since after the login"
+        text += f"; the user became a member of {group} after this login"
         return Finding("group-login", "error", text, ALONE, (f"newgrp {group}",))
     add = f"usermod -aG {group} {user}" if shutil.which("usermod") else f"addgroup {user} {group}"
     commands = (host.as_root(add), f"newgrp {group}")
-    return Finding("group-member", "error", f"{text}: no member of {group}", ALONE, commands)
+    return Finding(
+        "group-member", "error", f"{text}: the user is not a member of {group}", ALONE, commands
+    )
 
 
 def _is_member(user: str, gid: int) -> bool:
@@ -264,8 +269,8 @@ def _listener(case: Case) -> Iterator[Finding]:
         yield Finding(
             "socket-of-another",
             "warning",
-            f"{found.path}: user {name} listens there",
-            f"Your jobs pass their files to a program of {name}, and believe what it sends.",
+            f"{found.path}: user {name} listens on this socket",
+            f"Your jobs pass their files to a program of {name} and trust what it sends.",
             ("unset FFSERVE_SOCKET", "ffserve serve"),
         )
     if process.stopped:
@@ -274,7 +279,7 @@ def _listener(case: Case) -> Iterator[Finding]:
             "daemon-stopped",
             "error",
             f"{process.name} is stopped (a signal, or a debugger)",
-            "Jobs wait for 10 s, then read by themselves.",
+            "Jobs wait for 10 s and then read the files by themselves.",
             (command if process.uid == os.geteuid() else case.host.as_root(command),),
         )
     mode = stat.S_IMODE(found.found.st_mode) if found.found is not None else 0
@@ -282,8 +287,8 @@ def _listener(case: Case) -> Iterator[Finding]:
         yield Finding(
             "socket-mode",
             "warning",
-            f"{found.path} has mode {mode:04o}, and the settings say {case.config.socket_mode:04o}",
-            "Other users may connect than the settings say.",
+            f"{found.path} has mode {mode:04o}, but the settings say {case.config.socket_mode:04o}",
+            "Not the users that the settings name may connect, but others.",
             (case.host.as_root(f"chmod {case.config.socket_mode:04o} {shlex.quote(found.path)}"),),
         )
 
@@ -314,7 +319,7 @@ def service(case: Case) -> Found:
         )
     elif shown.get("ActiveState") == "inactive" and case.facts is None:
         commands = (as_root("systemctl enable --now ffserve.socket"),)
-        text = "the service is installed, and its socket is not started"
+        text = "the service is installed, but its socket is not started"
         yield Finding("service-inactive", "error", text, ALONE, commands)
     if daemon.get("FileDescriptorStoreMax") == "0":
         path = "/etc/systemd/system/ffserve.service.d/store.conf"
@@ -372,8 +377,8 @@ def daemon(case: Case) -> Found:
         yield Finding(
             "version-differs",
             "warning",
-            f"the daemon is ffserve {version}, and this is {__version__}",
-            "Jobs of this installation do without what only one of them has.",
+            f"the daemon is ffserve {version}, but this installation is {__version__}",
+            "Jobs of this installation cannot use what only one of the two releases has.",
             (shlex.join([sys.executable, "-m", "pip", "install", f"ffserve=={version}"]),),
         )
     if (fault := case.unmapped) is not None and can_map(int(facts["arena"]["limit"])):
@@ -383,7 +388,7 @@ def daemon(case: Case) -> Found:
         files = shlex.join([path for path, _ in case.data]) or "FILES"
         text = f"{damaged:,} samples did not match their checksum since the daemon started"
         commands = (f"ffserve verify {files}",)
-        yield Finding("data-damaged", "error", text, "Jobs get errors for them.", commands)
+        yield Finding("data-damaged", "error", text, "Jobs get errors for these samples.", commands)
     unseen = any((domain["namespace"] or 0) < 0 for domain in facts.get("domains", ()))
     own = Process.of()
     # Users are not told of the domains of others, nor of those that are of one process.
@@ -452,12 +457,12 @@ CHECKS: dict[str, Callable[[Case], Found]] = {
     "data": storage.data,
     "clock": resources.clock,
 }
-"""All checks, by the name that the list of facts has for them."""
+"""All checks, by their names in the list of facts."""
 
 
 def chosen(case: Case) -> dict[str, Callable[[Case], Found]]:
-    """Return the checks that apply: the limits of this process are none of a daemon that this user
-    may not reach."""
+    """Return the checks that apply. Nothing is known about the limits of a daemon that this user
+    may not reach, so they are not judged."""
     if case.socket.state not in ("denied", "closed"):
         return CHECKS
     limits = ("memory", "open files", "locked memory", "processors")

@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 TIMEOUT_S = 5.0
-"""A file system that needs longer is reported."""
+"""A file system that does not answer within this time is reported."""
 MOST_FILES = 256
-"""Files of a directory that are looked at."""
+"""So many files of a directory are opened at most."""
 
 Answer: TypeAlias = "dict[str, Any] | None"
 """None: the file system did not answer in time."""
@@ -71,7 +71,7 @@ def _collect(pid: int, pipe: int, deadline: float) -> Answer:
             _wait(pid, deadline)
     finally:
         os.close(pipe)
-    # A child that was killed or failed has said nothing that can be used.
+    # The answer of a child that was killed or failed cannot be used.
     return json.loads(output) if piece is not None and output else None
 
 

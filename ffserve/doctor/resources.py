@@ -23,25 +23,31 @@ from ffserve.doctor.case import UNLIMITED, Case, Finding, Process, number_in, te
 from ffserve.engine.codec import checksum_library
 from ffserve.engine.io import KINDS, refusal
 from ffserve.errors import ReadError
-from ffserve.server.life.daemon import OWN_SIZE, file_limit_fault, memory_fault
-from ffserve.server.sessions.server import RESERVED_SESSIONS, most_sessions
+from ffserve.limits import OWN_SIZE, RESERVED_SESSIONS
+from ffserve.server.life.daemon import (
+    file_limit_fault,
+    memory_fault,
+)
+from ffserve.server.sessions.server import (
+    most_sessions,
+)
 from ffserve.system.machine import cgroup_directories, free_memory, memory_limits
 from ffserve.system.memfd import HUGE_PAGE, SharedMemory, can_map
 
 Found: TypeAlias = Iterator[str | Finding]
 
 KERNEL = (6, 1)
-"""The oldest that has all that is used at each read: DEFER_TASKRUN, MADV_COLLAPSE, the alignment of
-direct reads."""
+"""The oldest kernel that has everything that each read uses: DEFER_TASKRUN, MADV_COLLAPSE, and the
+alignment of direct reads."""
 LOCKED_MARGIN = 16 << 20
-"""Locked memory beside the arena: rings and bounce buffers."""
+"""The daemon locks this much memory beside the arena, for rings and bounce buffers."""
 TRIALS = 3
-"""Of a huge page: the kernel gives up on pages that something else uses at the moment."""
+"""A huge page is tried this often: the kernel gives up on pages that are in use at the moment."""
 SHM_SIZE = 256 << 20
-"""Below this /dev/shm is a default of container runtimes."""
+"""A smaller /dev/shm is the default of a container runtime, and too small for loaders."""
 SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies", "refined-jiffies", "pit")
 OLDEST_NOW = 1_767_225_600
-"""2026: no clock is right that is before this."""
+"""A clock that shows a time before this one (the year 2026) is wrong."""
 _RING_OFF = "io_uring_disabled"
 _RING_CALLS = ("io_uring_setup", "io_uring_enter", "io_uring_register")
 _NEW_KERNELS = {
@@ -53,7 +59,8 @@ _NEW_KERNELS = {
     "arch": "pacman -Syu linux",
     "alpine": "apk add linux-lts",
 }
-"""How a newer kernel is installed, by distribution. {NAMES} are those of /etc/os-release."""
+"""The command that installs a newer kernel, by distribution. {NAMES} are those of
+/etc/os-release."""
 _SLOWER = "Reads cost more CPU time, and fewer are in flight."
 
 
@@ -189,8 +196,8 @@ def locked_memory(case: Case) -> Found:
         "warning",
         f"{process.name} may lock {format_size(process.lockable_size)} of memory, less than the "
         f"arena of {format_size(case.arena_size)}",
-        "What is beyond the limit is not registered with io_uring: reads into it cost half as much "
-        "CPU time again.",
+        "The part of the arena beyond the limit is not registered with io_uring: reads into it "
+        "cost half as much CPU time again.",
         case.limit_setting("LimitMEMLOCK=infinity", "memlock", "unlimited"),
     )
 
@@ -202,7 +209,7 @@ def open_files(case: Case) -> Found:
     yield f"{most:,}" if most < UNLIMITED else "any number"
     commands = case.limit_setting("LimitNOFILE=524288", "nofile", "524288")
     if fault := file_limit_fault(most):
-        effect = "No daemon starts."
+        effect = "No daemon can start."
         yield Finding("open-files-few", "error", fault.message, effect, commands)
     elif most_sessions(wanted, most) < wanted:
         yield Finding(
@@ -218,7 +225,7 @@ def open_files(case: Case) -> Found:
             yield Finding(
                 "open-files-data",
                 "error",
-                f"{path} has {answer['files']:,} files, and {process.name} can serve "
+                f"{path} has {answer['files']:,} files, but {process.name} can serve "
                 f"{most * 3 // 4:,}",
                 "The data set cannot be opened as a whole.",
                 commands,
@@ -236,7 +243,7 @@ def address_space(case: Case) -> Found:
         "warning",
         f"a process of this shell cannot map {format_size(size)}, the largest size of the arena "
         "(ulimit -v)",
-        "It reads by itself, and shares nothing.",
+        "Such a process reads the files by itself and shares nothing.",
         ("ulimit -v unlimited",),
     )
 
@@ -255,7 +262,7 @@ def memory(case: Case) -> Found:
             "memory-limit",
             "error",
             f"{process.name}: {fault.message}",
-            "The kernel kills it when the arena fills." if serves else "No daemon starts.",
+            "The kernel kills it when the arena fills." if serves else "No daemon can start.",
             _more_memory(case, size + 2 * OWN_SIZE),
         )
     elif case.facts is not None:
@@ -265,8 +272,8 @@ def memory(case: Case) -> Found:
             yield Finding(
                 "memory-taken",
                 "warning",
-                f"{format_size(left)} of the arena have no memory yet, and {format_size(free)} are "
-                "free",
+                f"{format_size(left)} of the arena have no memory yet, but only "
+                f"{format_size(free)} are free",
                 "The daemon waits for the memory of other processes.",
                 ("ps -eo pid,user,rss,args --sort=-rss | head",),
             )
@@ -300,8 +307,8 @@ def shared_memory(case: Case) -> Found:
         yield Finding(
             "shared-memory",
             "error",
-            f"no shared memory: {error.message}",
-            "No daemon starts, and loaders have no fast way from workers to the trainer.",
+            f"shared memory cannot be made: {error.message}",
+            "No daemon can start, and loaders have no fast way from workers to the trainer.",
             _unfiltered(case, "memfd_create")
             if case.process.filtered
             else (case.host.as_root("dmesg | tail"),),
@@ -331,8 +338,8 @@ def shared_memory(case: Case) -> Found:
         "huge-pages",
         "warning",
         f"shared memory gets no huge pages: {reason}",
-        "Reads and copies cost more CPU time, and each job 2 MiB of page tables for 1 GiB of "
-        "arena.",
+        "Reads and copies cost more CPU time, and each job needs 2 MiB of page tables for each GiB "
+        "of arena.",
         (command,),
     )
 
@@ -429,6 +436,6 @@ def clock(case: Case) -> Found:
             "clock-slow",
             "warning",
             f"the kernel reads the time from {source}",
-            "Each look at the clock is a system call: the daemon looks several times per request.",
+            "Reading the clock is a system call, which the daemon makes several times per request.",
             (case.host.write(f"{place}/current_clocksource", better[0]),),
         )

@@ -20,10 +20,10 @@ from ffserve.system.machine import cgroup_directories
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 VIRTUAL = ("vd", "xvd", "loop")
-"""Disks of virtual machines and images, which say nothing true about rotation."""
+"""Disks of virtual machines and of images, whose statement about rotation is not true."""
 
 
-class Mount(NamedTuple):
+class MountedFileSystem(NamedTuple):
     """A line of /proc/self/mountinfo. options: of the file system."""
 
     place: str
@@ -56,7 +56,7 @@ def silent(case: Case, path: str) -> Finding:
         "error",
         f"{path}: the file system on {mount.place} ({mount.kind}) does not answer within "
         f"{TIMEOUT_S:g} s",
-        "Whatever uses it waits, and cannot be killed meanwhile.",
+        "Processes that use it wait, and cannot be killed meanwhile.",
         tuple(commands),
     )
 
@@ -144,7 +144,7 @@ def _stored(case: Case, path: str, answer: dict[str, Any]) -> Iterator[str | Fin
 def _served(case: Case, path: str, answer: dict[str, Any], kind: str) -> Iterator[Finding]:
     """Find out whether the daemon refuses these files."""
     number, file = answer["file_system"], answer["file"]
-    effect = "Jobs read these files by themselves, and share nothing."
+    effect = "Jobs read these files by themselves and share nothing."
     if case.facts is None:
         roots = list(case.settings.roots)
     else:
@@ -173,10 +173,10 @@ def _served(case: Case, path: str, answer: dict[str, Any], kind: str) -> Iterato
         )
 
 
-def _buffered(case: Case, path: str, kind: str, mount: Mount) -> Finding:
+def _buffered(case: Case, path: str, kind: str, mount: MountedFileSystem) -> Finding:
     """Return the finding of a file system without direct reads."""
     commands: tuple[str, ...] = (f"findmnt -T {shlex.quote(path)}",)
-    text = f"no direct reads (O_DIRECT) of {path}, on {kind} at {mount.place}"
+    text = f"{path} has no direct reads (O_DIRECT): it is on {kind} at {mount.place}"
     if kind == "ext4" and "data=journal" in mount.options.split(","):
         text += ", which is mounted with data=journal"
         place, source = shlex.quote(mount.place), shlex.quote(mount.source)
@@ -197,16 +197,16 @@ def _buffered(case: Case, path: str, kind: str, mount: Mount) -> Finding:
 # ---- the disk ---------------------------------------------------------------------------------
 
 
-def mount_of(path: str) -> Mount:
+def mount_of(path: str) -> MountedFileSystem:
     """Return the mount below which a path lies, by its name alone: nothing is asked of the file
     system."""
-    best = Mount("/", "unknown", "", "")
+    best = MountedFileSystem("/", "unknown", "", "")
     for line in text_in("/proc/self/mountinfo").splitlines():
         about, _, device = line.partition(" - ")
         place = _unescaped(about.split(" ")[4])
         if len(place) >= len(best.place) and (path + "/").startswith(place.rstrip("/") + "/"):
             kind, source, options = device.split(" ")[:3]
-            best = Mount(place, kind, _unescaped(source), options)
+            best = MountedFileSystem(place, kind, _unescaped(source), options)
     return best
 
 
@@ -214,7 +214,7 @@ def _unescaped(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 
-def _block_device(numbers: list[int], mount: Mount) -> Path | None:
+def _block_device(numbers: list[int], mount: MountedFileSystem) -> Path | None:
     """Return the directory in /sys of the block device of a file; None: it has none."""
     major, minor = numbers
     if major == 0 and mount.source.startswith("/dev/"):  # btrfs
@@ -227,7 +227,7 @@ def _block_device(numbers: list[int], mount: Mount) -> Path | None:
     return place.resolve() if place.exists() else None
 
 
-def _disk(case: Case, device: Path, mount: Mount) -> Iterator[str | Finding]:
+def _disk(case: Case, device: Path, mount: MountedFileSystem) -> Iterator[str | Finding]:
     """Look at the settings of a disk. Args: device: of it or of a partition."""
     disk = device.parent if (device / "partition").exists() else device
     name, queue, write = disk.name, disk / "queue", case.host.write
@@ -247,7 +247,7 @@ def _disk(case: Case, device: Path, mount: Mount) -> Iterator[str | Finding]:
         yield Finding(
             "disk-rotates",
             "warning",
-            f"{name} is a spinning disk, or is taken for one",
+            f"{name} is a spinning disk, or the kernel takes it for one",
             "Reads in random order take milliseconds each: use a windowed order, or an arena that "
             "holds all data. If it does not spin, tell the kernel.",
             (write(f"{queue}/rotational", "0"),),
@@ -273,7 +273,7 @@ def _disk(case: Case, device: Path, mount: Mount) -> Iterator[str | Finding]:
             "disk-loop-buffered",
             "warning",
             f"{name} reads its image {text_in(f'{disk}/loop/backing_file')} through the page cache",
-            "Direct reads are none: what is read is copied, and held beside the arena.",
+            "Direct reads have no effect: data are copied, and held in memory beside the arena.",
             (case.host.as_root(f"losetup --direct-io=on /dev/{name}"),),
         )
     yield from _limited(case, name, text_in(f"{disk}/dev"))

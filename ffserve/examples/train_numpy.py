@@ -35,7 +35,7 @@ def _batches(reader: ffserve.Reader, order: NDArray[np.int64]) -> Iterator[Batch
         yield np.stack(windows), np.array([len(sample) for sample in samples])
 
 
-class Model:
+class NumpyModel:
     """Softmax over the next byte given the last one: a table of 256 by 256, AdaGrad."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Model:
 def main() -> None:
     """Train on the files in a directory."""
     options = parse_arguments(__doc__)
-    train(Model().step, epochs(files_in(options.data)), options, framework="numpy", workers=0)
+    train(NumpyModel().step, epochs(files_in(options.data)), options, framework="numpy", workers=0)
 
 
 if __name__ == "__main__":

@@ -588,10 +588,10 @@ def test_another_checkout_takes_turns_with_this_one(tmp_path: Path) -> None:
     for row in rows.values():
         assert row["value"] > 0 and row["other"] > 0
         assert row["low"] == row["quotient"] == row["high"]
-    (other / "ffserve" / "cli" / "serve.py").unlink()
+    (other / "ffserve" / "cli" / "daemon" / "serve.py").unlink()
     one = (*some[:-1], f"{some[-1]}/read_batch")
     said = benchmarks(*one, "--against", other, code=1)  # its daemon does not start
-    assert "read_batch is left out" in said and "ffserve.cli.serve" in said
+    assert "read_batch is left out" in said and "ffserve.cli.daemon.serve" in said
 
 
 @pytest.mark.soak  # 10 s

@@ -40,12 +40,12 @@ from ffserve.errors import (
     UsageError,
 )
 from ffserve.formats.base import UNKNOWN_LENGTH
+from ffserve.limits import MOST_UNACKNOWLEDGED
 from ffserve.reads.opening import bound_lengths
 from ffserve.server.reading.pins import PIN_GRACE_S
 from ffserve.server.reading.requests import Owner, SampleRequest
 from ffserve.server.reading.scheduler import (
     GIVE_UP_S,
-    MOST_UNACKNOWLEDGED,
     QUANTUM,
     QUANTUM_SIZE,
     RETRY_S,

@@ -11,13 +11,12 @@ import heapq
 import mmap
 import os
 import random
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,19 +35,20 @@ from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT
 from ffserve.errors import Failure, ProtocolError
 from ffserve.protocol import Message
 from ffserve.server.files.preparations import Preparations
-from ffserve.server.life.log import RepeatedLines
 from ffserve.server.life.resize import Resizing
 from ffserve.server.prepared.claims import Claims
 from ffserve.server.reading.requests import GrantedLease, Owner
 from ffserve.server.reading.scheduler import GIVE_UP_S, Scheduler
-from ffserve.server.reading.statistics import Rates, Statistics
+from ffserve.server.reading.statistics import Statistics
 from ffserve.server.sessions.datasets import Steps
+from ffserve.server.sessions.job_table import JobTable
 from ffserve.server.sessions.outbox import MemoryMessage
 from ffserve.server.sessions.session import Session
-from ffserve.server.sessions.state import COUNTERS, Job, ServerState
+from ffserve.server.sessions.state import Clients
+from ffserve.server.status.faults import Faults
 from ffserve.server.users.domains import Domain, Domains
 from ffserve.server.users.peers import Peer
-from ffserve.server.users.shares import User
+from ffserve.server.users.shares import User, Users
 from ffserve.system.memfd import MemoryFile, SharedMemory
 
 Int64s = NDArray[np.int64]
@@ -126,7 +126,7 @@ class Pages:
 
 
 class World:
-    """A ServerState without engines and sockets: everything that a Session asks of it.
+    """The parts of a daemon without engines and sockets: all that a Session asks of them.
 
     Args:
         lengths: of the samples, one array a shard.
@@ -174,8 +174,8 @@ class World:
         self.unheard: list[tuple[Load, dict[int, Failure]]] = []
         """Loads that have ended, of which the scheduler was not told yet."""
         self.clients: list[Client] = []
-        self.jobs: OrderedDict[str, Job] = OrderedDict()
-        self.rates = Rates(self.now, COUNTERS)
+        self.state = self._state()
+        """What a ServerState offers its sessions."""
         self.slot_bytes: dict[int, int] = {}
         """What the directory says to clients: sample → place in the arena, readable ones only."""
         self.disk_delay_s = 0.0
@@ -204,31 +204,40 @@ class World:
     def _move(self, offset: int, size: int, before: MemoryFile, after: MemoryFile) -> bool:
         raise AssertionError("a slab of the only domain is given to another")
 
-    # ---- what ServerState offers its sessions ------------------------------------------------
-
-    started = began = 0.0
-    config = ServerConfig()
-    repeated = RepeatedLines()
-    statistics = Statistics()
-    engines = SimpleNamespace(
-        kind="simulated", read_size=0, checksum_failures=0, counters=dict, fetches=None
-    )
-    remote = None
-    scrubber = SimpleNamespace(rate=0, size=0, passes=0)
-    explainer = SimpleNamespace(explain=lambda user, failed, send: send())
-    slow_reads: ClassVar[dict[int, Any]] = {}
-    session_count, most_sessions = 0, 1
-
-    def about(self) -> dict[str, Any]:
-        return {"server": "simulated", "epoch": self.epoch}
-
-    job: Any = ServerState.job
-    join: Any = ServerState.join
-    note_failed: Any = ServerState.note_failed
-    measure: Any = ServerState.measure
-    counters: Any = ServerState.counters
-    counters_of: Any = ServerState.counters_of
-    _use_of: Any = ServerState._use_of
+    def _state(self) -> SimpleNamespace:
+        engines: Any = SimpleNamespace(
+            kind="simulated", read_size=0, checksum_failures=0, counters=dict, fetches=None
+        )
+        statistics = Statistics()
+        return SimpleNamespace(
+            about=lambda: {"server": "simulated", "epoch": self.epoch},
+            started=0.0,
+            began=0.0,
+            config=ServerConfig(),
+            memory=SimpleNamespace(
+                page=self.page,
+                arena=self.arena,
+                directory=self.directory,
+                table=self.table,
+                next_use=self.next_use,
+                cache=self.cache,
+            ),
+            reading=SimpleNamespace(engines=engines, scheduler=self.scheduler),
+            files=SimpleNamespace(
+                catalog=self.catalog,
+                explainer=SimpleNamespace(explain=lambda user, failed, send: send()),
+                scrubber=SimpleNamespace(rate=0, size=0, passes=0),
+                remote=None,
+            ),
+            pages=self.pages,
+            resizing=self.resizing,
+            domains=self.domains,
+            claims=self.claims,
+            clients=Clients(Users(), 1),
+            statistics=statistics,
+            faults=Faults(statistics, self.table),
+            jobs=JobTable(self.cache, self.scheduler, engines, statistics, self.now),
+        )
 
     # ---- the disk ---------------------------------------------------------------------------
 
@@ -522,7 +531,7 @@ class Client:
         self._to_daemon = protocol.Decoder(protocol.FROM_CLIENT)
         session: Any = Session
         self.session = session(
-            self.world,
+            self.world.state,
             Peer(1, 1, 1),
             self._got,
             self._open,
@@ -897,7 +906,7 @@ def test_a_client_that_breaks_the_rules_harms_only_itself(seed: int) -> None:
 
             openings: list[int] = []
             wild = session(
-                world,
+                world.state,
                 Peer(1, 1, 1),
                 heard.append,
                 lambda tag, _, to=openings: to.append(tag),

@@ -24,7 +24,7 @@ from daemon import DEADLINE_S, damage, run_python, until, write
 
 import ffserve
 from ffserve.cli import COMMANDS, report
-from ffserve.cli.record_files import BATCH_COUNT, BATCH_SIZE, batches_of
+from ffserve.cli.files.record_files import BATCH_COUNT, BATCH_SIZE, batches_of
 from ffserve.cli.terminal import histogram
 from ffserve.engine.codec import crc32c
 

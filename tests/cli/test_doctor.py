@@ -114,7 +114,7 @@ def test_nothing_is_found_on_a_healthy_machine(doctor: Doctor, daemon: Daemon, r
 
 def test_what_is_found_is_written_with_its_commands(doctor: Doctor, place: Path) -> None:
     text = doctor.run("--socket", place / "none").text
-    assert f"\nerror: {place}/none: there is no such socket [socket-missing]\n" in text
+    assert f"\nerror: {place}/none: this socket does not exist [socket-missing]\n" in text
     assert f"\n    ffserve serve --socket {place}/none\n" in text
     assert text.endswith("\nfound 1 error and 0 warnings; docs/OPERATIONS.md explains them\n")
 
@@ -488,7 +488,7 @@ def test_a_listener_that_says_nothing(doctor: Doctor, place: Path) -> None:
         faults = [["constant", "ffserve.client.handshake", "CONNECT_TIMEOUT_S", 0.2]]
         diagnosis = found(doctor("--socket", path, faults=faults), "daemon-silent")
         assert "no WELCOME within 0.2 s" in diagnosis.text
-        faults = [["constant", "ffserve.cli.doctor", "TIMEOUT_S", 0.2]]
+        faults = [["constant", "ffserve.cli.daemon.doctor", "TIMEOUT_S", 0.2]]
         diagnosis = found(doctor("--socket", path, faults=faults), "check-silent")
         assert "the check of daemon has not ended" in diagnosis.text
 
@@ -607,7 +607,7 @@ def test_every_finding_is_explained() -> None:
     section = section.partition("\n## ")[0]
     explained = re.findall(r"^\| `([\w-]+)` \|", section, re.M)
     named: set[str] = set()
-    for path in [*(ROOT / "ffserve/doctor").glob("*.py"), ROOT / "ffserve/cli/doctor.py"]:
+    for path in [*(ROOT / "ffserve/doctor").glob("*.py"), ROOT / "ffserve/cli/daemon/doctor.py"]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding":
                 first: Any = node.args[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command import run, text_of
 
-from ffserve.cli import service
+from ffserve.cli.daemon import service
 from ffserve.errors import UsageError
 
 
@@ -73,7 +73,7 @@ def test_an_installation_that_the_service_cannot_see_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    with pytest.raises(UsageError, match="no such program"):
+    with pytest.raises(UsageError, match="which does not exist"):
         service._program(live=True)
     program = tmp_path / "bin" / "ffserve"
     program.parent.mkdir()

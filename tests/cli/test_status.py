@@ -17,7 +17,7 @@ from command import on_a_terminal, text_of
 from daemon import Daemon, Raw, damage, ready, sample, serving, until, write
 
 from ffserve import protocol
-from ffserve.cli.screen import amount
+from ffserve.cli.daemon.screen import amount
 from ffserve.errors import ChecksumError, ProtocolError
 from ffserve.server.life.log import LatestLines
 from ffserve.server.reading.statistics import RATE_S, Rates

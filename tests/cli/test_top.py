@@ -24,7 +24,7 @@ from command import ENVIRONMENT, error_of
 from daemon import DEADLINE_S, Daemon, Raw, sample, serving, write
 from rich.console import Console
 
-from ffserve.cli.top import BY_KEY, Board, graph
+from ffserve.cli.daemon.top import BY_KEY, Board, graph
 
 COUNT = 60
 TRUTH = [sample(index, [5000]) for index in range(COUNT)]

@@ -123,7 +123,8 @@ def test_an_acl_that_allows(daemon: Daemon, folder: Path) -> None:
 def test_a_daemon_needs_no_permission_of_its_own(folder: Path) -> None:
     """Files without tables too, of which it keeps index files, and damage that it explains."""
     patch = (
-        "import os, uvloop, ffserve.cli.serve, ffserve.server.life.daemon, ffserve.cli.terminal\n"
+        "import os, uvloop, ffserve.cli.daemon.serve, ffserve.cli.terminal\n"
+        "import ffserve.server.life.daemon\n"
         f"os.setgroups([]); os.setgid({BOB}); os.setuid({BOB})"
     )
     large = [bytes([i]) * 30_000 for i in range(60)]

@@ -211,7 +211,7 @@ def test_samples_that_cost_nothing_ended_the_daemon() -> None:
 
 
 def test_a_user_has_claimed_as_much_as_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ffserve.server.prepared.claims, "MOST_OF_USER", 100)
+    monkeypatch.setattr(ffserve.server.prepared.claims, "MOST_USER_CLAIMED", 100)
     world = World()
     assert world.claim("a", *range(200)) == [YOURS] * 100 + [UNSHARED] * 100
     assert world.claim("b", 0, 150) == [ELSEWHERE, YOURS], "another user"
@@ -223,7 +223,7 @@ def test_a_user_has_claimed_as_much_as_there_is_memory(monkeypatch: pytest.Monke
 def test_a_user_who_waits_for_too_much_prepares_for_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ffserve.server.prepared.claims, "MOST_OF_USER", 2 * 64 + 3)
+    monkeypatch.setattr(ffserve.server.prepared.claims, "MOST_USER_CLAIMED", 2 * 64 + 3)
     world = World()
     world.claim("a", 1, 2)
     for _ in range(3):

@@ -366,10 +366,10 @@ from ffserve.server.status.report import status
 from ffserve.server.sessions.state import ServerState
 state = ServerState(ServerConfig(arena_size_bytes=16 << 20))
 for k in range(5000):
-    job = state.job(f"{k:0200}", 0.0, 0)
+    job = state.jobs.obtain(f"{k:0200}", 0.0, 0)
     job.sessions, job.paths = 1, "/" + "x" * 4000
     for part in (1, 2):
-        state.next_use.join(job.name, np.array([2 * k]), np.array([part]))
+        state.memory.next_use.join(job.name, np.array([2 * k]), np.array([part]))
 frame = protocol.encode(protocol.Report(1, done(status(state, 1.0, Peer(1, 0, 1)))))
 [report] = protocol.Decoder(protocol.FROM_SERVER).feed(frame)
 assert [len(report.facts[key]) for key in ("jobs", "progress", "groups")] == [1000] * 3
@@ -388,7 +388,7 @@ from ffserve.server.status.report import status
 from ffserve.server.files.shards import FileIdentity, OpenShard, ShardKey
 from ffserve.server.sessions.state import ServerState
 state = ServerState(ServerConfig(arena_size_bytes=32 << 20))
-owner, catalog = (0, 0), state.catalog
+owner, catalog = (0, 0), state.files.catalog
 source = OpenShard(
     ShardKey(FileIdentity(1, 2, 3, 4, 5), None, True, False, None, 7), "/a.ffr", "ffrecord",
     fd=-1, size=0, count=9, base=0, checksum_kind=0, fingerprint=6, alignment=1, cached_fd=-1,
@@ -414,11 +414,11 @@ state.close()
 def test_a_file_was_shown_as_slow_because_it_got_the_numbers_of_another() -> None:
     program = """
 bases = [kept[0].base, gone[0].base]
-state.engines.on_slow_read(np.array(bases), 1.0)
-assert list(state.slow_reads) == bases
+state.slow_read(np.array(bases), 1.0, 2.0)
+assert list(state.faults.slow_reads) == bases
 catalog.close(gone, owner)
 asyncio.run(catalog.closer.forget(gone))
-assert list(state.slow_reads) == bases[:1]
+assert list(state.faults.slow_reads) == bases[:1]
 state.close()
 """
     run_python(TWO_SHARDS + program)

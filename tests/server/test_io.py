@@ -18,6 +18,7 @@ from ffserve.cache.arena import Arena
 from ffserve.cache.cache import Cache, Fetch, Load
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.disk.shardfile import open_shard
+from ffserve.dtypes import Int64s
 from ffserve.engine import io
 from ffserve.engine.shm import MappedView
 from ffserve.errors import Failure
@@ -29,6 +30,33 @@ COUNT, SIZE, GOOD_PAGES = 60, 3000, 20
 MIB = 1 << 20
 
 
+class Events:
+    """What the engines report; each report stops the loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.failures: list[dict[int, Failure]] = []
+        self.breaks = 0
+
+    def ended(self, loads: list[Load], now: float) -> None:
+        self.failures += [load.failures for load in loads]
+        if loads:
+            self._loop.stop()
+
+    def broken(self) -> None:
+        self.breaks += 1
+        self._loop.stop()
+
+    def slow_disk(self, device: str, seconds: float, now: float) -> None:
+        raise AssertionError
+
+    def slow_read(self, numbers: Int64s, seconds: float, now: float) -> None:
+        pass
+
+    def corrected(self, numbers: Int64s, now: float) -> None:
+        raise AssertionError
+
+
 class Reading:
     """An arena with its tables and an engine that reads COUNT samples of one file."""
 
@@ -38,8 +66,11 @@ class Reading:
         self.directory = Directory(1 << 22)
         self.table = ShardTable(self.directory)
         self.cache = Cache(self.arena, self.directory, self.table, lambda *_: None)
-        self.engines = Engines(kind, 16, self.memory, self.arena, self.directory, self.table)
         self.loop = asyncio.new_event_loop()
+        self.events = Events(self.loop)
+        self.engines = Engines(
+            kind, 16, self.memory, self.arena, self.directory, self.table, self.events
+        )
         self.base = self.directory.reserve(COUNT)
         self.run = slice(self.base, self.base + COUNT)
 
@@ -90,14 +121,6 @@ def test_an_unreadable_block_does_not_fail_its_neighbours(kind: io.Kind) -> None
     os.ftruncate(held, lost)
 
     reading = Reading(kind)
-    ended: list[dict[int, Failure]] = []
-
-    def loaded(load: Load, failures: dict[int, Failure], now: float) -> None:
-        ended.append(failures)
-        reading.loop.stop()
-
-    reading.engines.loaded = loaded
-    reading.engines.reaped = lambda _: None
     base, directory = reading.base, reading.directory
     fd = os.open("/proc/self/mem", os.O_RDONLY)
     places = range(0, COUNT * SIZE, SIZE)
@@ -109,8 +132,8 @@ def test_an_unreadable_block_does_not_fail_its_neighbours(kind: io.Kind) -> None
     reading.loop.run_forever()
 
     bad = {base + k for k, at in enumerate(places) if at + SIZE > lost}
-    assert [set(failures) for failures in ended] == [bad]
-    assert all(-200 < failure.status < 0 for failure in ended[0].values())
+    assert [set(failures) for failures in reading.events.failures] == [bad]
+    assert all(-200 < failure.status < 0 for failure in reading.events.failures[0].values())
     entries = directory.entries_memory.address
     view = MappedView(reading.arena.size, [(entries, 0, COUNT, reading.memory.address)])
     offsets, missing, _ = view.locate(np.arange(COUNT))
@@ -133,7 +156,7 @@ def _waits(thread: str) -> bool:
 
 @pytest.mark.skipif("uring" not in io.probe(), reason="no io_uring")
 def test_chunks_submitted_to_a_broken_engine_raised_in_the_scheduler(tmp_path: Path) -> None:
-    """Other reads report a broken engine by `on_broken`, so that the daemon ends."""
+    """Other reads report a broken engine by `ReadEvents.broken`, so that the daemon ends."""
     path = str(tmp_path / "x.recordio")
     with ffserve.create(path, max_chunk_size=SIZE) as writer:
         for k in range(COUNT):
@@ -144,13 +167,9 @@ def test_chunks_submitted_to_a_broken_engine_raised_in_the_scheduler(tmp_path: P
     before, threads = descriptors("[eventfd]"), set(os.listdir("/proc/self/task"))
     reading = Reading("uring")
     own = descriptors("[eventfd]") - before
-    reading.engines.loaded = lambda *_: None
-    reading.engines.reaped = lambda _: None
     directory, lengths = reading.directory, np.empty(COUNT, np.uint64)
     shard.load(directory.offsets[reading.run], lengths, directory.checksums[reading.run])
     directory.set_lengths(reading.base, lengths)
-    broke: list[None] = []
-    reading.engines.on_broken = lambda: (broke.append(None), reading.loop.stop())
     reading.add(fd, 0, int(shard.chunks.sizes.sum()), shard)
     [wakes] = own - {reading.engines._devices.all[0].engine.fileno()}
     # A thread that does not wait yet is not woken, and would read the batch.
@@ -161,10 +180,10 @@ def test_chunks_submitted_to_a_broken_engine_raised_in_the_scheduler(tmp_path: P
     os.dup2(unwritable, wakes)
     os.close(unwritable)
     for first in (0, COUNT // 2):
-        broke.clear()
+        reading.events.breaks = 0
         reading.submit(first, first + COUNT // 2)
-        if not broke:
+        if not reading.events.breaks:
             reading.loop.run_forever()
-        assert broke and reading.engines.broken
+        assert reading.events.breaks and reading.engines.broken
     reading.close()
     os.close(fd)

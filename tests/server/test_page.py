@@ -210,11 +210,11 @@ from ffserve.server.status.page import MOST_JOBS, event
 from ffserve.server.sessions.state import ServerState
 state = ServerState(ServerConfig(arena_size_bytes=16 << 20))
 for k in range(5000):
-    job = state.job(f"{k:0200}", 0.0, 0)
+    job = state.jobs.obtain(f"{k:0200}", 0.0, 0)
     job.sessions, job.paths, job.title, job.command = 1, "/" + "x" * 4000, "t" * 64, "c" * 256
     job.last_seen = float(k)
     for part in (1, 2):
-        state.next_use.join(job.name, np.array([2 * k]), np.array([part]))
+        state.memory.next_use.join(job.name, np.array([2 * k]), np.array([part]))
 steps, count = event(state, 5000.0, names=True), 0
 while True:
     try:

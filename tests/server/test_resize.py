@@ -274,12 +274,12 @@ from ffserve.server.sessions.state import ServerState
 small, large = 16 << 20, 32 << 20
 state = ServerState(ServerConfig(arena_size_bytes=small, max_arena_size_bytes=large))
 try:
-    state.resize(large, Peer(1, os.geteuid() + 1, 1))
+    state.resize(large, Peer(1, os.geteuid() + 1, 1), 0.0)
 except AccessDenied as error:
     print(error)
-assert state.arena.size == small
-state.resize(large, Peer(1, os.geteuid(), 1))
-assert state.arena.size == large
+assert state.memory.arena.size == small
+state.resize(large, Peer(1, os.geteuid(), 1), 0.0)
+assert state.memory.arena.size == large
 state.close()
 """
     assert "may not resize the arena" in run_python(program).stdout

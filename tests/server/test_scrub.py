@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from daemon import Daemon, sample, serving, until, write
 
-from ffserve.cli.verify import check_files
+from ffserve.cli.files.verify import check_files
 
 SIZE, COUNT, BAD = 20_000, 120, 77
 SAMPLES = [sample(index, [SIZE]) for index in range(COUNT)]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ffserve.cli import service
+from ffserve.cli.daemon import service
 
 analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
 

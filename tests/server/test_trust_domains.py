@@ -168,9 +168,8 @@ def test_files_that_the_daemons_own_user_may_read_are_common_if_the_administrato
             os.chown(path, 0, TEAM)
             os.chmod(path, 0o640)
             os.chown(folder, CAROL, CAROL)
-            program = (
-                f"import encodings.ascii, ffserve.cli.serve, ffserve.server.life.daemon\n{AS_USER}"
-            )
+            program = "import encodings.ascii, ffserve.cli.daemon.serve\n"
+            program += f"import ffserve.server.life.daemon\n{AS_USER}"
             program += "from ffserve.cli import main\nraise SystemExit(main())"
             place = str(folder / "other")
             serve = ["serve", "--socket", place, "--arena", "16MiB", "--socket-mode", "0666"]
@@ -424,9 +423,9 @@ print(len(facts["progress"]), len(facts["groups"]), [each["user"] for each in fa
 def test_the_first_owner_gets_the_memory_that_is_there() -> None:
     state = ServerState(ServerConfig(arena_size_bytes=16 * MIB))
     first = state.domains.obtain((1000, 1))
-    assert first.arena is state.memory.file and state.domains.obtain((1000, 1)) is first
+    assert first.arena is state.memory.mapping.file and state.domains.obtain((1000, 1)) is first
     second = state.domains.obtain(None)
-    assert second.number == 1 and second.arena is not state.memory.file
+    assert second.number == 1 and second.arena is not state.memory.mapping.file
     state.close()
 
 
@@ -434,21 +433,21 @@ def test_a_domain_without_shards_is_dissolved_and_its_number_used_again() -> Non
     state = ServerState(ServerConfig(arena_size_bytes=16 * MIB))
     state.domains.obtain(None)
     other = state.domains.obtain((1000, 1))
-    base = state.directory.reserve(10, other.number)
-    ((size_class, _),) = state.arena.by_class(np.array([4096]), 4096, 4096, other.number)
-    slots = state.arena.take(size_class, 3000)
-    offset = int(state.arena.offsets(slots)[0])
-    state.memory.array[offset : offset + 4] = 65
+    base = state.memory.directory.reserve(10, other.number)
+    ((size_class, _),) = state.memory.arena.by_class(np.array([4096]), 4096, 4096, other.number)
+    slots = state.memory.arena.take(size_class, 3000)
+    offset = int(state.memory.arena.offsets(slots)[0])
+    state.memory.mapping.array[offset : offset + 4] = 65
     assert os.pread(other.arena.fd, 4, offset) == b"AAAA"
-    assert os.pread(state.memory.file.fd, 4, offset) == b"\0\0\0\0"
+    assert os.pread(state.memory.mapping.file.fd, 4, offset) == b"\0\0\0\0"
     assert not state.domains.dissolve(other) and state.domains.get((1000, 1)) is other
-    state.arena.free(slots)
-    state.directory.release(base, 10, other.number)
+    state.memory.arena.free(slots)
+    state.memory.directory.release(base, 10, other.number)
     clients = os.dup(other.arena.fd)
     while state.domains.dissolve(other):
         pass
     assert state.domains.get((1000, 1)) is None
-    assert (state.arena.slab_domain == 0).all()
+    assert (state.memory.arena.slab_domain == 0).all()
     assert os.fstat(clients).st_blocks == 0, "a client that maps it still holds no memory"
     os.close(clients)
     again = state.domains.obtain((1000, 2))
@@ -457,7 +456,7 @@ def test_a_domain_without_shards_is_dissolved_and_its_number_used_again() -> Non
 
 
 def test_one_user_cannot_take_all_domains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(domains, "MOST_OF_ONE_USER", 3)
+    monkeypatch.setattr(domains, "MOST_USER_DOMAINS", 3)
     state = ServerState(ServerConfig(arena_size_bytes=16 * MIB))
     for namespace in range(3):
         state.domains.obtain((1000, namespace))

@@ -176,7 +176,7 @@ def test_memory_of_a_user_that_is_lost_is_given_to_the_next_user() -> None:
 
 
 def test_shards_beyond_the_limit_wait_for_their_jobs(tmp_path: Path) -> None:
-    patch = "import ffserve.server.files.holding as c; c.MOST_CLOSED = 2\n"
+    patch = "import ffserve.limits as c; c.MOST_CLOSED = 2\n"
     patch += "import ffserve.server.sessions.server as s; s.TEND_INTERVAL_S = 0.05"
     with managed(patch=patch) as daemon:
         files = [write(tmp_path / f"{k}.ffr", SAMPLES[k : k + 20]) for k in range(5)]

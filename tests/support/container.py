@@ -35,7 +35,8 @@ ENTER = """
 import encodings.ascii, json, os, sys
 import numpy as np
 import ffserve, ffserve.reader, ffserve.formats.recordio, ffserve.formats.tfrecord
-import ffserve.cli.serve, ffserve.cli.status, ffserve.cli.screen, ffserve.server.life.daemon
+import ffserve.cli.daemon.serve, ffserve.cli.daemon.status, ffserve.cli.daemon.screen
+import ffserve.server.life.daemon
 import container, daemon as support
 container.enter(json.loads(sys.argv.pop(1)))
 """

@@ -88,7 +88,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 def serve() -> None:
     """Fork a process for each line of standard input; write what it wrote."""
-    from ffserve.cli import doctor  # noqa: F401
+    from ffserve.cli.daemon import doctor  # noqa: F401
     from ffserve.doctor import checks, probe  # noqa: F401
 
     # What is imported later may not be readable for another user.

@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "ffserve"
 LAYERS = {
     # descriptions of data, without I/O
     "errors dtypes protocol order _version": "",
+    "limits": "protocol",
     "mixture packing": "order",
     "engine": "",
     "formats": "engine",
@@ -27,8 +28,9 @@ LAYERS = {
     "dataset": "engine disk store",
     "writer": "formats disk",
     # the daemon
-    "cache": "reads engine formats system",
-    "server": "_version protocol config engine formats reads dataset disk system cache store",
+    "cache": "limits reads engine formats system",
+    "server": "_version limits protocol config engine formats reads dataset disk system cache "
+    "store",
     # the client
     "client": "_version protocol engine formats reads dataset disk system store",
     "reader": "formats dataset disk client store",
@@ -54,7 +56,7 @@ LAYERS = {
     # the command line
     "examples": "torch example spark ray ffserve",
     "bench": "engine formats disk client ffserve",
-    "doctor": "_version system config engine formats dataset disk server client",
+    "doctor": "_version limits system config engine formats dataset disk server client",
     "cli": "order system config formats dataset disk cache server client reader "
     "folders convert inputs bench doctor store view ffserve",
     "__main__": "cli",
@@ -65,7 +67,7 @@ errors and dtypes; "ffserve" is the package itself, which offers the names of th
 LAZY: dict[tuple[str, str], str] = {}
 """Imports inside functions that would close a circle, and why."""
 
-PURE = {"dtypes", "formats", "protocol", "order", "mixture", "packing", "cache"}
+PURE = {"dtypes", "limits", "formats", "protocol", "order", "mixture", "packing", "cache"}
 """They can be simulated: no socket, event loop, thread, foreign function or clock of their own."""
 IMPURE = {"asyncio", "cffi", "concurrent", "ctypes", "datetime", "multiprocessing", "select"}
 IMPURE |= {"selectors", "socket", "subprocess", "_thread", "threading", "time", "uvloop"}

@@ -21,6 +21,7 @@ from functools import partial
 from ffserve.disk.shardfile import contradicted
 from ffserve.engine.opening import close_fds
 from ffserve.errors import FFServeError, FormatError
+from ffserve.limits import MOST_EXPLAINED_FILES, MOST_EXPLAINED_SAMPLES, MOST_EXPLANATIONS
 from ffserve.server.files.catalog import Catalog
 from ffserve.server.files.shards import OpenShard
 from ffserve.server.users.descriptors import closer_of
@@ -30,13 +31,6 @@ from ffserve.server.users.threads import UserThreads
 EXPLAIN_S = 2.0
 """An answer waits for its explanation at most so long. A client waits for an answer for far longer.
 """
-MOST_CALLS = 4
-"""So many answers of one user wait for explanations at a time."""
-MOST_FILES = 16
-"""The daemon looks at so many files for one answer. Each takes a descriptor meanwhile."""
-MOST_SAMPLES = 64
-"""The daemon compares so many samples of a file with its tables for one answer, which takes a few
-milliseconds."""
 
 
 @dataclass(slots=True)
@@ -78,7 +72,7 @@ class Explainer:
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._threads = UserThreads("ffserve-explain", MOST_CALLS)
+        self._threads = UserThreads("ffserve-explain", MOST_EXPLANATIONS)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.waiting_count = 0
         """So many answers wait."""
@@ -144,7 +138,11 @@ def _files(failed: list[FailedSample]) -> dict[OpenShard, int]:
     files: dict[OpenShard, int] = {}
     with contextlib.suppress(OSError):
         for each in filter(_is_doubtful, failed):
-            if each.shard is not None and each.shard not in files and len(files) < MOST_FILES:
+            if (
+                each.shard is not None
+                and each.shard not in files
+                and len(files) < MOST_EXPLAINED_FILES
+            ):
                 files[each.shard] = os.dup(each.shard.fd)
     return files
 
@@ -157,7 +155,7 @@ def _look(answer: _Answer) -> None:
             if time.monotonic() >= answer.until:
                 break
             shard = each.shard
-            if shard in answer.files and looked[shard] < MOST_SAMPLES:
+            if shard in answer.files and looked[shard] < MOST_EXPLAINED_SAMPLES:
                 looked[shard] += 1
                 look(shard, answer.files[shard], each.error, each.record)
     finally:

@@ -20,6 +20,7 @@ from functools import partial
 from ffserve.disk.files import os_error
 from ffserve.engine.opening import close_fds
 from ffserve.errors import FFServeError, ReadError
+from ffserve.limits import ASKED_AT_ONCE
 from ffserve.server.files.admission import Admission
 from ffserve.server.files.closing import ShardCloser
 from ffserve.server.files.entering import ShardEntries
@@ -33,7 +34,6 @@ from ffserve.server.files.parsing import (
     close_passed,
 )
 from ffserve.server.files.remote import (
-    ASKED_AT_ONCE,
     WantedFile,
 )
 from ffserve.server.files.shards import (

@@ -9,13 +9,12 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
+from ffserve.limits import MOST_DISTRUSTED
 from ffserve.server.users.peers import Owner
 
 LEAST_SAVED_S = 1e-15
 """The least saving per byte. Times are divided by it, and a client may report that preparing took
 no time (for empty samples it is 0)."""
-MOST_DISTRUSTED = 1024
-"""The daemon remembers so many preparations that have given two results for one sample."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

@@ -33,6 +33,7 @@ from ffserve.config import ServerConfig, format_size
 from ffserve.dtypes import Floats, Int32s, Int64s
 from ffserve.errors import FFServeError, FormatError, MissingFile, ReadError, UsageError
 from ffserve.formats.base import ChunkedShard, Shard
+from ffserve.limits import ASKED_AT_ONCE, MOST_ORIGINS, MOST_TAG, MOST_URL
 from ffserve.protocol import EVERY
 from ffserve.server.users.peers import OWN, Owner, Peer
 from ffserve.store.access import Access, forget_own_settings, quieten_packages, served
@@ -50,16 +51,6 @@ log = logging.getLogger("ffserve")
 GIVE_UP_S = 75.0
 """The daemon asks a failing origin again for so long. A client waits 120 s for an answer, and the
 last attempt can take another 30 s."""
-ASKED_AT_ONCE = 16
-"""The daemon looks up so many objects of one OPEN, or reads their tables, at the same time."""
-MOST_PLACES = 64
-"""One user may have objects of so many origins open at a time. Each origin takes threads."""
-MOST_TAG = 1024
-"""An ETag, or what an origin has instead, has at most so many characters."""
-MOST_URL = 8192
-"""A URL has at most so many characters."""
-FDS_OF_OBJECT = 3
-"""An object takes so many descriptors besides that of its shard."""
 
 
 class WantedFile(NamedTuple):
@@ -260,9 +251,9 @@ class RemoteFiles:
         pool = pool_of(owner, one.place)
         with self._lock:
             pools = self._pools.setdefault(owner, Counter())
-            if pool not in pools and len(pools) >= MOST_PLACES:
+            if pool not in pools and len(pools) >= MOST_ORIGINS:
                 raise ReadError(
-                    f"user {owner[0]} already has files of {MOST_PLACES} origins open",
+                    f"user {owner[0]} already has files of {MOST_ORIGINS} origins open",
                     path=shown(one.identity.url),
                     hint="close readers of other origins",
                 )

@@ -32,6 +32,7 @@ from ffserve.config import ServerConfig, format_size, merge_live
 from ffserve.disk.files import os_error, raise_file_limit
 from ffserve.engine.io import ring_refusal
 from ffserve.errors import FFServeError, ReadError, UsageError
+from ffserve.limits import LEAST_FILES, OWN_SIZE
 from ffserve.server.files.remote import store_fault, try_store
 from ffserve.server.life.fd_store import forget, keep, memory_of, notify, passed
 from ffserve.server.life.handover import DRAIN_S, LISTENER, LOCK, give, take_from
@@ -57,11 +58,6 @@ SETTLE_INTERVAL_S = 1.0
 """How often a daemon that took memory over looks for leases of its predecessor."""
 EXIT_FAULT = 1
 """Exit code after an internal error; systemd starts the daemon again."""
-LEAST_FILES = 64
-"""Descriptors: the daemon itself needs two dozen, and some more for each client that connects."""
-OWN_SIZE = 32 * 1024 * 1024
-"""Memory of a daemon beside its arena when it starts, with a margin. Tables of samples and orders
-come on top (docs/CONFIGURATION.md)."""
 
 
 def check(config: ServerConfig, ignored: Sequence[str] = ()) -> None:
@@ -214,11 +210,9 @@ async def _run(
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     state = _state(config, kept)
-    loop.set_exception_handler(partial(_end_at_once, state.inventory))
-    state.engines.on_broken = stop.set
-    keep(state)
-    server = Server(state, listener)
-    server.on_heir = stop.set
+    loop.set_exception_handler(partial(_end_at_once, state.memory.inventory))
+    keep(state.memory, state.domains)
+    server = Server(state, listener, stop.set)
     close_http: Action | None = None
     if http_listener is not None:
         show_jobs = config.http_jobs == "all"
@@ -228,8 +222,10 @@ async def _run(
     _log_start(server)
     # What was made until now stays: without it a whole collection is over in a part of the time.
     gc.freeze()
-    if config.engine == "auto" and (reason := ring_refusal(state.engines.kind)):
-        log.warning("io_uring is not used (%s): reading with %s", reason, state.engines.kind)
+    if config.engine == "auto" and (reason := ring_refusal(state.reading.engines.kind)):
+        log.warning(
+            "io_uring is not used (%s): reading with %s", reason, state.reading.engines.kind
+        )
     notify(f"READY=1\nSTATUS={_status(server)}")
     tasks = [
         loop.create_task(each)
@@ -251,9 +247,9 @@ async def _end(
         log.info("stopping: %d clients", server.connection_count)
     else:
         log.info("stopping: %d clients, another daemon takes over", server.connection_count)
-    broken = state.engines.broken
+    broken = state.reading.engines.broken
     if broken:
-        state.inventory.doubt()
+        state.memory.inventory.doubt()
     patience_s = 0.0 if broken else state.config.drain_timeout_s
     if server.heir is not None:
         patience_s = min(patience_s, DRAIN_S)
@@ -272,7 +268,11 @@ async def _end(
         return False
     sock, tag = server.heir
     try:
-        give(sock, tag, {LISTENER: listener.fileno(), LOCK: lock, **memory_of(state)})
+        give(
+            sock,
+            tag,
+            {LISTENER: listener.fileno(), LOCK: lock, **memory_of(state.memory, state.domains)},
+        )
     except OSError as error:
         log.warning("the daemon that was to take over is gone: %s", error)
         return False
@@ -302,19 +302,23 @@ def _state(config: ServerConfig, fds: dict[str, int]) -> ServerState:
     except ReadError:
         forget(names)  # the next daemon starts with new memory
         raise
-    if state.adopted is not None:
-        log.info("took over %d samples, %s", state.adopted.samples, format_size(state.adopted.size))
+    if state.memory.adopted is not None:
+        log.info(
+            "took over %d samples, %s",
+            state.memory.adopted.samples,
+            format_size(state.memory.adopted.size),
+        )
     return state
 
 
 async def _settle(state: ServerState) -> None:
     """End what waits for the predecessor's clients and reads."""
-    adopted = state.adopted
+    adopted = state.memory.adopted
     if adopted is None:
         return
     began = time.monotonic()
     returning = quarantined = True
-    generation = state.inventory.get("generation")
+    generation = state.memory.inventory.get("generation")
     while returning or quarantined or len(adopted.leased):
         await asyncio.sleep(SETTLE_INTERVAL_S)
         since_s = time.monotonic() - began
@@ -322,12 +326,12 @@ async def _settle(state: ServerState) -> None:
             adopted.end_quarantine()
             quarantined = False
         if returning and since_s >= RETURN_S:
-            state.cache.policy.returning.clear()
-            state.catalog.end_return()
+            state.memory.cache.policy.returning.clear()
+            state.files.catalog.end_return()
             returning = False
-        if len(adopted.leased) and not is_locked_below(state.page.file.fd, generation):
+        if len(adopted.leased) and not is_locked_below(state.memory.page.file.fd, generation):
             adopted.end_leases()
-        state.scheduler.pump(time.monotonic())
+        state.reading.scheduler.pump(time.monotonic())
 
 
 def _log_start(server: Server) -> None:
@@ -338,11 +342,11 @@ def _log_start(server: Server) -> None:
         "%d files, %s of locked memory",
         " ".join(state.config.roots),
         state.config.socket,
-        format_size(state.arena.size),
-        state.engines.kind,
+        format_size(state.memory.arena.size),
+        state.reading.engines.kind,
         __version__,
-        format_size(state.arena.limit),
-        server.state.most_sessions,
+        format_size(state.memory.arena.limit),
+        server.state.clients.most,
         resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "any amount" if locked == resource.RLIM_INFINITY else format_size(locked),
     )
@@ -399,11 +403,11 @@ async def _stop_when_idle(server: Server, stop: asyncio.Event) -> None:
 def _status(server: Server) -> str:
     """Return one line for `systemctl status`."""
     state = server.state
-    counters, arena = state.cache.counters, state.arena
+    counters, arena = state.memory.cache.counters, state.memory.arena
     return (
         f"clients: {server.connection_count}; "
         f"arena: {format_size(arena.used_size)} of {format_size(arena.size)} used; "
-        f"read: {format_size(state.engines.read_size)}; "
+        f"read: {format_size(state.reading.engines.read_size)}; "
         f"failed blocks: {counters.failed}"
     )
 

@@ -15,9 +15,9 @@ import socket
 import stat
 
 from ffserve.cache.inventory import NAME
+from ffserve.server.life.memory import DaemonMemory
 from ffserve.server.life.restart import FILE_NAMES, PAGE_NAME, file_names
-from ffserve.server.sessions.state import ServerState
-from ffserve.server.users.domains import Domain
+from ffserve.server.users.domains import Domain, Domains
 from ffserve.system.memfd import MemoryFile
 
 _FIRST_PASSED_FD = 3
@@ -72,20 +72,20 @@ def forget(names: list[str]) -> None:
         notify(f"FDSTOREREMOVE=1\nFDNAME={name}")
 
 
-def keep(state: ServerState) -> None:
+def keep(memory: DaemonMemory, domains: Domains) -> None:
     """Have the service manager keep the memory of a daemon, also that of domains to come."""
-    _store(PAGE_NAME, state.page.file)
-    _store(NAME, state.inventory.file)
-    for domain in state.domains.every:
+    _store(PAGE_NAME, memory.page.file)
+    _store(NAME, memory.inventory.file)
+    for domain in domains.every:
         _keep_domain(domain)
-    state.domains.made = _keep_domain
-    state.domains.gone = lambda domain: forget(file_names(domain.serial))
+    domains.made = _keep_domain
+    domains.gone = lambda domain: forget(file_names(domain.serial))
 
 
-def memory_of(state: ServerState) -> dict[str, int]:
+def memory_of(memory: DaemonMemory, domains: Domains) -> dict[str, int]:
     """Return the descriptors of a daemon's memory by name."""
-    fds = {PAGE_NAME: state.page.file.fd, NAME: state.inventory.file.fd}
-    for domain in state.domains.every:
+    fds = {PAGE_NAME: memory.page.file.fd, NAME: memory.inventory.file.fd}
+    for domain in domains.every:
         names = file_names(domain.serial)
         fds |= {name: file.fd for name, file in zip(names, domain.files, strict=True)}
     return fds

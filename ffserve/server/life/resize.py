@@ -24,7 +24,8 @@ from typing import Protocol
 
 from ffserve.cache.cache import Cache
 from ffserve.config import format_size
-from ffserve.errors import UsageError
+from ffserve.errors import ReadError, UsageError
+from ffserve.server.life.memory import orders_limit
 from ffserve.server.reading.io import Engines
 from ffserve.server.reading.scheduler import Scheduler
 from ffserve.system.machine import free_memory
@@ -49,6 +50,10 @@ class Memory(Protocol):
     @property
     def settled(self) -> bool:
         """Whether all unused pages were given back."""
+
+    @property
+    def populated(self) -> int:
+        """Bytes from the start that have been taken ahead of use."""
 
 
 class Resizing:
@@ -103,6 +108,32 @@ class Resizing:
                 hint="start the daemon with a larger --max-arena",
             )
         return size // arena.slab_size * arena.slab_size
+
+    def start(self, size: int, now: float) -> None:
+        """Begin to resize the arena.
+
+        Raises:
+            UsageError: the arena cannot have that size.
+            ReadError: too little memory is free, or it cannot be told how much is.
+        """
+        size = self.rounded(size)
+        more = size - max(self._memory.populated, self._arena.used_size)
+        try:
+            free = free_memory()
+        except OSError as error:
+            raise ReadError(
+                f"cannot tell how much memory is free: {error.strerror}",
+                hint="raise the limit on open files (ulimit -n)",
+            ) from error
+        if size > self._arena.size and more > free:
+            raise ReadError(
+                f"an arena of {format_size(size)} needs another {format_size(more)}, but only "
+                f"{format_size(free)} of memory are free",
+                hint="choose a smaller size, or free memory",
+            )
+        self._cache.next_use.most_size = orders_limit(size)
+        self.begin(size)
+        self.step(now)
 
     def begin(self, size: int) -> None:
         """Set the target, in bytes, as `rounded` returned it."""

@@ -21,18 +21,11 @@ from numpy.typing import NDArray
 
 from ffserve.cache.tables import Directory
 from ffserve.dtypes import Int64s
+from ffserve.limits import LEAST_WAITING, MOST_HELD, MOST_USER_CLAIMED
 from ffserve.protocol import ELSEWHERE, MOST_CLAIMED, READABLE, UNSHARED, YOURS
 
 CLAIM_S = 30.0
 """After that a claim goes to those who wait for it."""
-MOST_HELD = 8192
-"""Samples that one data set of a session has claimed."""
-MOST_OF_USER = 1 << 18
-"""Samples that one user has claimed or waits for, in all sessions. Beyond, nothing is shared."""
-LEAST_WAITING = 64
-"""A CLAIM that waits counts as so many samples at least."""
-MOST_WAITING = 64
-"""CLAIMs of one data set of a session that wait."""
 
 States: TypeAlias = NDArray[np.uint8]
 
@@ -100,7 +93,7 @@ class Claims:
         states = np.full(len(numbers), READABLE, np.uint8)
         absent = np.flatnonzero(directory.entries["seq"][numbers] & 1 == 0)
         held, user = self._held.setdefault(holder, set()), self._user_of(holder)
-        room = len(held) + min(MOST_HELD - len(held), MOST_OF_USER - self._amounts[user])
+        room = len(held) + min(MOST_HELD - len(held), MOST_USER_CLAIMED - self._amounts[user])
         before = len(held)
         taken = directory.slot_of[numbers[absent]] != 0
         for k, number, loading in zip(
@@ -129,7 +122,7 @@ class Claims:
     def wait(self, waiting: Waiting, now: float) -> None:
         """As `claim`; answer when none of the samples is claimed by another holder any more."""
         holder, user = waiting.holder, self._user_of(waiting.holder)
-        if self._amounts[user] + waiting.amount > MOST_OF_USER:
+        if self._amounts[user] + waiting.amount > MOST_USER_CLAIMED:
             states = self.claim(holder, waiting.numbers, now)
             states[states == ELSEWHERE] = UNSHARED
             waiting.answer(states)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import resource
 from collections.abc import Callable
 from functools import partial
 
@@ -18,6 +19,7 @@ from ffserve.cache.cache import Load
 from ffserve.cache.tables import Directory
 from ffserve.engine.shm import publish_run
 from ffserve.errors import STATUS_TRUNCATED, Failure
+from ffserve.limits import MEMORY_FILES_SHARE
 from ffserve.reads.records import Failures
 from ffserve.server.users.threads import UserThreads
 from ffserve.system.memfd import SharedMemory
@@ -56,6 +58,8 @@ class Copier:
         self._loop: asyncio.AbstractEventLoop | None = None
         self.file_count = 0
         """Memory files that are open."""
+        self.most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // MEMORY_FILES_SHARE
+        """The largest number of them."""
         self.in_flight = 0
         """Loads that are being copied."""
 

@@ -13,11 +13,17 @@ from ffserve import protocol
 from ffserve.dataset.layout import Layout
 from ffserve.dtypes import Int64s, UInt64s
 from ffserve.errors import FFServeError, ProtocolError, ReadError, UsageError
+from ffserve.limits import MOST_NAME, MOST_WAITING
 from ffserve.server.files.preparations import Preparation
-from ffserve.server.prepared.claims import MOST_WAITING, Waiting
+from ffserve.server.prepared.claims import (
+    Waiting,
+)
 from ffserve.server.reading.requests import SampleRequest
 from ffserve.server.sessions.context import READY, SessionContext
-from ffserve.server.sessions.datasets import MOST_NAME, OpenDataset, Steps
+from ffserve.server.sessions.datasets import (
+    OpenDataset,
+    Steps,
+)
 from ffserve.server.sessions.opened import SessionDatasets
 from ffserve.server.users.shares import Bound
 
@@ -94,8 +100,8 @@ class Sharing:
         if (most := self._datasets.refusal()) is not None:
             context.fail(tag, UsageError(most, hint="close readers"))
             return
-        user, most_files = context.user, state.most_memory_files
-        count = state.engines.copier.file_count
+        user, most_files = context.user, state.reading.engines.copier.most_files
+        count = state.reading.engines.copier.file_count
         if not user.may_take(1, user.memory_files, count, most_files):
             context.fail(
                 tag,
@@ -119,12 +125,12 @@ class Sharing:
         """
         context, source = self._context, request.source
         owner = context.peer.owner
-        catalog, next_use = self._state.catalog, self._state.next_use
+        catalog, next_use = self._state.files.catalog, self._state.memory.next_use
         if context.phase != READY:
             raise UsageError("the session has ended")
         firsts = source.layout.firsts[:-1].tolist()
         shards = catalog.open_prepared(source.shards, firsts, request.key, request.name, owner)
-        file = self._state.engines.copier.open(fd)
+        file = self._state.reading.engines.copier.open(fd)
         counts = np.array([shard.count for shard in shards], np.int64)
         bases = np.array([shard.base for shard in shards], np.int64)
         assert context.job is not None
@@ -179,10 +185,10 @@ class Sharing:
             claims.wait(waiting, now)
         else:
             answer(claims.claim(dataset, numbers, now))
-            self._state.cache.invalidate(dataset.progress.asked(numbers, now))
+            self._state.memory.cache.invalidate(dataset.progress.asked(numbers, now))
             if dataset.progress.orders:
                 dataset.progress.passed(numbers)
-                self._state.cache.invalidate(numbers)
+                self._state.memory.cache.invalidate(numbers)
 
     def _settle_later(self, waiting: Waiting) -> None:
         self._context.later(self._settle(waiting))
@@ -203,10 +209,12 @@ class Sharing:
         if numbers is None:
             return
         claimed = state.claims.hand_over(dataset, numbers)
-        chosen = claimed & (sizes > 0) & (state.directory.slot_of[numbers] == 0)
+        chosen = claimed & (sizes > 0) & (state.memory.directory.slot_of[numbers] == 0)
         chosen &= preparation.trusted
-        same = state.directory.set_new_lengths(numbers[chosen], sizes[chosen].astype(np.int64))
-        state.directory.offsets[numbers[chosen]] = places[chosen]
+        same = state.memory.directory.set_new_lengths(
+            numbers[chosen], sizes[chosen].astype(np.int64)
+        )
+        state.memory.directory.offsets[numbers[chosen]] = places[chosen]
         given_up = numbers[claimed & ~chosen].tolist()
         if not same.all():
             given_up += numbers[chosen].tolist()
@@ -225,14 +233,14 @@ class Sharing:
         request.source = dataset.memory_file
         dataset.requests += 1
         if len(request.numbers):
-            state.scheduler.add(request, now)
+            state.reading.scheduler.add(request, now)
         else:
             requests.finished(request, now)
         if not same.all():
             yield from self._stop(dataset, preparation)
 
     def _count(self, preparation: Preparation, sizes: UInt64s, cost_us: int) -> None:
-        arena, largest = self._state.arena, int(sizes.max())
+        arena, largest = self._state.memory.arena, int(sizes.max())
         if not preparation.count and int(sizes.min()) == largest <= arena.slab_size:
             arena.make_class(largest)  # as `Cache.fit` does for the samples of a file
         preparation.count += len(sizes)
@@ -251,7 +259,7 @@ class Sharing:
 
     def copied(self, request: SampleRequest) -> None:
         """Samples of a PUT are in memory, or could not be copied."""
-        self._state.scheduler.pins.acknowledge(self._context.owner, [request.tag])
+        self._state.reading.scheduler.pins.acknowledge(self._context.owner, [request.tag])
         self._state.claims.end(request.dataset, request.numbers.tolist())
 
     def distrust(self, message: protocol.Distrust) -> Steps:
@@ -262,11 +270,11 @@ class Sharing:
     def _stop(self, dataset: OpenDataset, preparation: Preparation) -> Steps:
         """A preparation is not deterministic: forget its samples, as far as they are not in use."""
         state = self._state
-        state.catalog.preparations.distrust(preparation)
+        state.files.catalog.preparations.distrust(preparation)
         for shard in dataset.shards:
             for first in range(shard.base, shard.base + shard.count, EVICTED_COUNT):
                 end = min(first + EVICTED_COUNT, shard.base + shard.count)
-                state.cache.allocator.evict(first, end)
+                state.memory.cache.allocator.evict(first, end)
                 yield None
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from ffserve.config import EngineName
 from ffserve.dtypes import Int32s, Int64s
 from ffserve.engine.io import MERGED_GAP, MERGED_SIZE, DirectReply, Engine, EngineBatch
 from ffserve.engine.shm import NOWHERE
-from ffserve.errors import STATUS_CHECKSUM, ChecksumError, Failure, ReadError
+from ffserve.errors import STATUS_CHECKSUM, ChecksumError, ReadError
 from ffserve.reads.damage import WrongRecord
 from ffserve.reads.records import outcome_of
 from ffserve.server.files.remote import RemoteShard
@@ -61,11 +62,37 @@ class _Reading:
         return self.load.blocks if self.rows is None else self.load.blocks.take(self.rows)
 
 
+class ReadEvents(Protocol):
+    """What becomes of reads; called in the loop's thread, with the time."""
+
+    def ended(self, loads: list[Load], now: float) -> None:
+        """These loads have ended, with their failures. There may be none."""
+        ...
+
+    def broken(self) -> None:
+        """An engine has broken. Its loads are never reported, since the kernel may still write to
+        their slots."""
+        ...
+
+    def slow_disk(self, device: str, seconds: float, now: float) -> None:
+        """A read from a device takes so many seconds."""
+        ...
+
+    def slow_read(self, numbers: Int64s, seconds: float, now: float) -> None:
+        """The reads of these samples, one of each block, took SLOW_READ_S or longer."""
+        ...
+
+    def corrected(self, numbers: Int64s, now: float) -> None:
+        """These samples were right at the second read only."""
+        ...
+
+
 class Engines:
     """Submits loads to the engines and reports when they have ended.
 
     Args:
         kind, depth: of every engine.
+        events: is told of the loads that have ended, and of slow and broken devices.
         fetcher: brings the blocks of remote files; None: there are none.
     """
 
@@ -77,6 +104,7 @@ class Engines:
         arena: Arena,
         directory: Directory,
         table: ShardTable,
+        events: ReadEvents,
         fetcher: Fetcher | None = None,
     ) -> None:
         self._kind, self._depth = kind, depth
@@ -100,21 +128,9 @@ class Engines:
             SecondReader(memory, directory, self._ended_apart) for _ in range(2)
         )
         """For damaged samples; for those of remote files, which may wait for an origin."""
-        self.loaded: Callable[[Load, dict[int, Failure], float], object] = _unexpected
-        """Called in the loop's thread when a load has ended, with its failures and the time:
-        `Scheduler.loaded`."""
-        self.reaped: Callable[[float], object] = _unexpected
-        """Called with the time after some loads have ended; see `Scheduler.loaded`."""
-        self.on_broken: Callable[[], object] = _unexpected
-        """Called when an engine has broken. Its loads are never reported, since the kernel may
-        still write to their slots."""
-        self.on_slow: Callable[[str, float], object] = _unexpected
-        """Called with a device and the seconds that a read from it takes."""
-        self.on_right: Callable[[Int64s], object] = _unexpected
-        """Called with samples that were right at the second read only."""
-        self.on_slow_read: Callable[[Int64s, float], object] = lambda *_: None
-        """Called with samples whose reads together took SLOW_READ_S or longer, one of each block,
-        and the seconds."""
+        self._events = events
+        self._done: list[Load] = []
+        """Loads that have ended and were not reported yet."""
         self._awake_at = time.monotonic()
         """When the loop was last known to run."""
         self.checksum_failures = 0
@@ -324,7 +340,7 @@ class Engines:
         try:
             device.engine.submit(batch)
         except ReadError:
-            self.on_broken()
+            self._events.broken()
 
     # ---- remote files ---------------------------------------------------------------------
 
@@ -397,12 +413,17 @@ class Engines:
     def reap(self) -> None:
         """Report the batches that have ended by now, without waiting for the loop."""
         for device in self._devices.all:
-            self._reap(device)
+            self._end_batches(device)
+        self._report()
 
     def _reap(self, device: Device) -> None:
         # Loads that have ended are answered before anything else is read, which takes far longer.
         self._end_batches(device)
-        self.reaped(time.monotonic())
+        self._report()
+
+    def _report(self) -> None:
+        done, self._done = self._done, []
+        self._events.ended(done, time.monotonic())
 
     def _end_batches(self, device: Device) -> None:
         engine = device.engine
@@ -410,12 +431,12 @@ class Engines:
         self._wake(now)
         for batch in engine.completed():
             if batch.failed and engine.broken:
-                self.on_broken()
+                self._events.broken()
                 return
             took_s = now - batch.begun
             self.reading.note(took_s)
             if took_s >= SLOW_READ_S:
-                self._note_slow(device, batch, took_s)
+                self._note_slow(device, batch, took_s, now)
             self.read_size += batch.bytes
             if self._chunks.take(batch):
                 continue
@@ -455,7 +476,7 @@ class Engines:
     def _ended_apart(self, load: Load) -> None:
         """A part of a load has ended, and not with a batch of records."""
         self._ended(load)
-        self.reaped(time.monotonic())
+        self._report()
 
     def _ended(self, load: Load) -> None:
         """A part of a load has ended."""
@@ -469,18 +490,18 @@ class Engines:
             for f in load.failures.values()
         )
         if load.right:
-            self.on_right(np.array(load.right, np.int64))
-        self.loaded(load, load.failures, time.monotonic())
+            self._events.corrected(np.array(load.right, np.int64), time.monotonic())
+        self._done.append(load)
 
     # ---- slow reads -----------------------------------------------------------------------
 
-    def _note_slow(self, device: Device, batch: EngineBatch, took_s: float) -> None:
+    def _note_slow(self, device: Device, batch: EngineBatch, took_s: float, now: float) -> None:
         """A batch that has ended took long."""
         if took_s >= SLOW_S and batch is not device.slow:
-            self.on_slow(self._devices.name_of(device), took_s)
+            self._events.slow_disk(self._devices.name_of(device), took_s, now)
         reading = self._batches.get(batch)
         firsts = self._chunks.firsts_of(batch) if reading is None else reading.blocks.firsts
-        self.on_slow_read(firsts, took_s)
+        self._events.slow_read(firsts, took_s, now)
 
     def find_slow(self, now: float) -> None:
         """Find reads that have been in flight for long. Called more often than every SLOW_S."""
@@ -489,7 +510,7 @@ class Engines:
             batch = next(iter(device.engine.in_flight), None)
             slow = batch is not None and now - batch.begun >= SLOW_S
             if batch is not None and slow and batch is not device.slow:
-                self.on_slow(self._devices.name_of(device), now - batch.begun)
+                self._events.slow_disk(self._devices.name_of(device), now - batch.begun, now)
             device.slow = batch if slow else None
 
     def _wake(self, now: float) -> None:
@@ -511,7 +532,3 @@ class Engines:
             device.engine.close()
         for part in (self._chunks, self.copier, self._second, self._second_of_remote):
             part.close()
-
-
-def _unexpected(*_: object) -> None:
-    raise AssertionError("a load has ended or an engine broke, and no owner is set")

@@ -15,17 +15,15 @@ from itertools import islice
 import numpy as np
 
 from ffserve.cache.cache import Cache
+from ffserve.limits import LEASED_SHARE, LEASED_SLABS, MOST_ASKED
 from ffserve.server.reading.requests import GrantedLease, Owner, SampleRequest
 from ffserve.server.reading.turn_order import TurnOrder, UserTurns
-from ffserve.server.users.shares import MOST_ASKED, User
+from ffserve.server.users.shares import (
+    User,
+)
 
 PIN_GRACE_S = 0.05
 """When other requests wait for memory, pins of finished GETs that are older are taken back."""
-LEASED_SHARE = 2
-"""All leases together pin at most 1 part in LEASED_SHARE of the arena; beyond, clients copy."""
-LEASED_SLABS = 3 / 4
-"""The part of the slabs in which leases may pin slots. Without this bound a few small leases in
-every slab would leave none that can be emptied for another size class."""
 _FEW = 16
 """Tags whose pins one step of `leave` gives back."""
 

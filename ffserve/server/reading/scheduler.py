@@ -34,6 +34,7 @@ from typing import Any
 from ffserve.cache.cache import Cache, Load
 from ffserve.cache.prefetch import Piece, Prefetcher
 from ffserve.errors import STATUS_ARENA_BUSY, Failure
+from ffserve.limits import ARENA_SHARE, MOST_COUNTED_JOBS, MOST_UNACKNOWLEDGED
 from ffserve.server.reading.pins import Pins
 from ffserve.server.reading.requests import Answered, Owner, Reply, SampleRequest
 from ffserve.server.reading.statistics import Histogram
@@ -58,13 +59,6 @@ RETRY_S = 0.01
 than an equal share looks again as soon as a pin was released."""
 GIVE_UP_S = 20.0
 """The next sample of a request that has been blocked for so long fails."""
-ARENA_SHARE = 8
-"""A request that has pinned 1 part in ARENA_SHARE of the arena is answered in part."""
-MOST_UNACKNOWLEDGED = 1024
-"""GETs of one session whose pins wait for an acknowledgement; with more, the oldest lose theirs.
-So a client that never acknowledges does not make the daemon's memory grow."""
-MOST_COUNTED_JOBS = 1024
-"""Jobs whose reads are counted."""
 MEASURED_SIZE, MEASURED = 16 << 20, 8
 """Bytes read, while reads are in flight, over which their time is measured; the number of
 measurements that are remembered."""

@@ -20,6 +20,9 @@ RATE_S, MARK_S = 5.0, 1.0
 """Rates are means of the last RATE_S: clients that only hit report once a second. What counters
 were is kept every MARK_S."""
 
+LARGEST_COUNT = (1 << 63) - 1
+"""The largest number that REPORT can carry; only false counters of a client reach it."""
+
 
 class Histogram:
     """Durations by bucket, and their sum."""

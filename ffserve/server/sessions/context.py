@@ -10,8 +10,9 @@ from ffserve.errors import FFServeError
 from ffserve.protocol import Message
 from ffserve.server.reading.requests import Owner
 from ffserve.server.sessions.datasets import Steps
+from ffserve.server.sessions.job_table import Job
 from ffserve.server.sessions.outbox import MemoryMessage
-from ffserve.server.sessions.state import Job, ServerState
+from ffserve.server.sessions.state import ServerState
 from ffserve.server.users.peers import Peer
 from ffserve.server.users.shares import User
 
@@ -53,6 +54,6 @@ class SessionContext:
         if self.joined:
             return
         self.joined = True
-        self.job = self.state.join(self.job, self.peer, now)
+        self.job = self.state.jobs.join(self.job, self.peer, now)
         self.job.time.begin(self.owner.time, now)
         self.owner.job = self.job.name

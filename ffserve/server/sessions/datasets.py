@@ -16,15 +16,15 @@ from ffserve.cache.orders import Arriving
 from ffserve.dataset.layout import Layout
 from ffserve.dtypes import Int64s
 from ffserve.errors import FFServeError, ProtocolError, SampleIndexError, UsageError
+from ffserve.limits import MOST_ANNOUNCED, MOST_NAME, OTHERS_SHARE
 from ffserve.protocol import Message
 from ffserve.server.files.preparations import Preparation
 from ffserve.server.files.shards import OpenShard
 from ffserve.server.prepared.copying import PreparedFile
-from ffserve.server.sessions.state import LARGEST_COUNT, ServerState
-from ffserve.server.users.shares import MOST_ANNOUNCED, OTHERS_SHARE, Bound, User
+from ffserve.server.reading.statistics import LARGEST_COUNT
+from ffserve.server.sessions.state import ServerState
+from ffserve.server.users.shares import Bound, User
 
-MOST_NAME = 200
-"""Characters in the name of an order, or of a preparation."""
 FEW = 64
 """Tags, paths, shards, data sets or errors that are handled in one step."""
 STEP_COUNT = 8192
@@ -154,14 +154,14 @@ class OrderReceiver:
             raise error.located(index=dataset.layout.index(error.index)) from None
         progress = dataset.progress
         now = yield None
-        yield from self._state.next_use.announcing(
+        yield from self._state.memory.next_use.announcing(
             progress, current.epoch, whole, current.name, dataset, now, self._user.uid
         )
         # Not before: between two steps the old order would be followed again.
-        self._state.scheduler.prefetcher.replaced(progress, current.epoch)
+        self._state.reading.scheduler.prefetcher.replaced(progress, current.epoch)
         self._send(protocol.Ready(current.tag, whole.count, []))
         now = yield None
-        self._state.scheduler.pump(now)
+        self._state.reading.scheduler.pump(now)
 
     def _begin(self, message: protocol.Order, dataset: OpenDataset) -> _IncomingOrder:
         name, replacement = message.what.get("name"), message.what.get("replacement")
@@ -169,7 +169,7 @@ class OrderReceiver:
             name is None or (isinstance(name, str) and len(name) <= MOST_NAME)
         ):
             raise ProtocolError("invalid ORDER message: name or replacement is invalid")
-        next_use, user = self._state.next_use, self._user
+        next_use, user = self._state.memory.next_use, self._user
         arriving = next_use.arriving(
             dataset.progress, message.count, replacement=replacement, user=user.uid
         )

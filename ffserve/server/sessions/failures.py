@@ -10,13 +10,11 @@ from typing import Any
 
 from ffserve import protocol
 from ffserve.errors import Failure
+from ffserve.limits import MOST_ERRORS
 from ffserve.server.files.explaining import FailedSample
 from ffserve.server.reading.requests import SampleRequest
 from ffserve.server.sessions.context import READY, SessionContext
 from ffserve.server.sessions.datasets import FEW, STEP_COUNT, OpenDataset, Steps
-
-MOST_ERRORS = 1024
-"""Failed samples in one READY, so that it fits into a frame; it then answers for fewer samples."""
 
 
 class FailedRequests:
@@ -44,7 +42,7 @@ class FailedRequests:
                 self._context.later(self._answer_failures(request, failed))
 
         self.explaining += 1
-        self._context.state.explainer.explain(self._context.user, failed, explained)
+        self._context.state.files.explainer.explain(self._context.user, failed, explained)
 
     def _answer_failures(self, request: SampleRequest, failed: list[FailedSample]) -> Steps:
         errors: list[Any] = []
@@ -52,7 +50,7 @@ class FailedRequests:
         for each in failed:
             error = each.explained()
             if each.shard is not None:
-                self._context.state.note_failed(
+                self._context.state.faults.failed(
                     each.shard, each.number, error, now, self._context.peer.uid
                 )
             errors.append([each.position, *protocol.error_to_wire(error)])
@@ -88,7 +86,10 @@ class FailedRequests:
         shard = int(dataset.layout.shards(request.indices[position : position + 1])[0])
         one = request.numbers[position : position + 1]
         path = dataset.paths[shard]
-        offset, length = int(state.directory.offsets[number]), int(state.directory.lengths(one)[0])
-        error = failure.named(path, index, offset, length, arena_size=state.cache.arena.size)
+        offset, length = (
+            int(state.memory.directory.offsets[number]),
+            int(state.memory.directory.lengths(one)[0]),
+        )
+        error = failure.named(path, index, offset, length, arena_size=state.memory.cache.arena.size)
         opened = dataset.shards[shard] if dataset.preparation is None else None
         return FailedSample(position, number, opened, error, (offset, length, failure.expected))

@@ -22,17 +22,16 @@ from ffserve.errors import (
     ReadError,
     UsageError,
 )
+from ffserve.limits import MOST_DATASETS, MOST_USER_DATASETS
 from ffserve.server.files.remote import identity_from
 from ffserve.server.files.shards import Identity, OpenShard, PassedFile, Request
 from ffserve.server.sessions.context import OVER, READY, SessionContext
 from ffserve.server.sessions.datasets import FEW, OpenDataset, OrderReceiver, Steps
 from ffserve.server.sessions.outbox import MemoryMessage
-from ffserve.server.users.shares import MOST_USER_DATASETS
 from ffserve.store.access import Access, served
 from ffserve.store.origin import Identity as RemoteIdentity
 from ffserve.store.urls import is_url, shown
 
-MOST_DATASETS = 4096
 ROW_SIZE = protocol.IDENTITY_DTYPE.itemsize
 
 
@@ -83,7 +82,7 @@ class SessionDatasets:
         name, verify = what.get("format"), what.get("verify")
         tolerant = what.get("tolerant", False)
         if self._refused is not None:
-            self._context.state.note_refused(self._context.peer.uid, self._refused, now)
+            self._context.state.faults.refused(self._context.peer.uid, self._refused, now)
             self._context.fail(0, self._refused)
             self._context.phase = OVER
             return
@@ -124,7 +123,7 @@ class SessionDatasets:
         self._opener(message.tag, Request(paths, identities, name, verify, tolerant, *found))
 
     def _serves(self, url: str) -> bool:
-        remote = self._context.state.remote
+        remote = self._context.state.files.remote
         return served(url) if remote is None else remote.serves(url, self._context.peer)
 
     def need(
@@ -210,19 +209,19 @@ class SessionDatasets:
     def opened(self, tag: int, paths: list[str], shards: list[OpenShard]) -> None:
         """The data set is open; the session holds its shards from now on."""
         if self._context.phase != READY:
-            self._context.state.catalog.close(shards, self._context.peer.owner)
+            self._context.state.files.catalog.close(shards, self._context.peer.owner)
             self.opening -= 1
             self._context.user.datasets -= 1
             return
         counts = np.array([shard.count for shard in shards], np.int64)
         bases = np.array([shard.base for shard in shards], np.int64)
         assert self._context.job is not None
-        progress = self._context.state.next_use.join(self._context.job.name, bases, counts)
+        progress = self._context.state.memory.next_use.join(self._context.job.name, bases, counts)
         progress.payload_size = sum(shard.payload_size for shard in shards)
         if not self._context.job.paths:
             more = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
             self._context.job.paths = paths[0] + more
-        fetches = self._context.state.engines.fetches
+        fetches = self._context.state.reading.engines.fetches
         dataset = OpenDataset(paths, shards, Layout(counts, bases), progress)
         if fetches is not None:
             remote = [each.base for each in shards if each.remote is not None and each.count]
@@ -281,7 +280,7 @@ class SessionDatasets:
     def failed(self, tag: int, error: FFServeError, now: float) -> None:
         """The data set could not be opened."""
         if not isinstance(error, (MissingFile, UsageError)):
-            uid, lines = self._context.peer.uid, self._context.state.repeated
+            uid, lines = self._context.peer.uid, self._context.state.faults.lines
             lines.warning("cannot open files for user %d: %s", uid, error, user=uid, now=now)
         self.not_opened(tag, error)
 
@@ -306,21 +305,21 @@ class SessionDatasets:
             file, dataset.memory_file = dataset.memory_file, None
             assert dataset.source is not None
             dataset.source.feeds -= 1
-            self._context.state.engines.copier.drop(file)
+            self._context.state.reading.engines.copier.drop(file)
             self._context.user.memory_files -= 1
         while part := dataset.shards[dataset.closed : dataset.closed + FEW]:
             dataset.closed += len(part)
-            self._context.state.catalog.close(part, self._context.peer.owner)
+            self._context.state.files.catalog.close(part, self._context.peer.owner)
             yield None
         self._closing.discard(dataset)
         self._context.user.datasets -= 1
 
     def _leave_progress(self, dataset: OpenDataset) -> None:
-        self._context.state.next_use.leave(dataset.progress, dataset)
-        fetches = self._context.state.engines.fetches
+        self._context.state.memory.next_use.leave(dataset.progress, dataset)
+        fetches = self._context.state.reading.engines.fetches
         if dataset.remote and fetches is not None and not dataset.progress.sessions:
             fetches.leave(dataset.progress)
-        self._context.state.scheduler.prefetcher.advanced(dataset.progress)
+        self._context.state.reading.scheduler.prefetcher.advanced(dataset.progress)
 
     def find(self, number: int) -> OpenDataset | None:
         """Return an open data set; None: the number is not that of one."""

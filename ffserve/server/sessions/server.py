@@ -27,6 +27,14 @@ from ffserve.config import ServerConfig
 from ffserve.disk.files import wrap_os_error
 from ffserve.engine.io import ATOMIC_SEND_SIZE, DirectReply, ReplySocket
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
+from ffserve.limits import (
+    FEWEST_SESSIONS,
+    MOST_UNREAD,
+    NAMESPACE_OPENINGS,
+    RESERVED_SESSIONS,
+    SESSIONS_PART,
+    USER_OPENINGS,
+)
 from ffserve.protocol import Message
 from ffserve.server.files.shards import PassedFile, Request
 from ffserve.server.prepared.sharing import PrepareRequest
@@ -45,16 +53,12 @@ from ffserve.system.socket_path import remove_stale_socket
 log = logging.getLogger("ffserve")
 
 HELLO_TIMEOUT_S = 10.0
-MOST_UNREAD = 1024 * 1024
-"""Unsent bytes of replies at which no further message of the session is handled."""
 WRITES_AT_ONCE = 4
 """Frames of one connection before others have their turn."""
 ALIVE_INTERVAL_S = 2.5
 """How often a client that waits gets a sign of life; it gives up after four times as long."""
 MEASURED_JOBS = 64
 """Jobs of which it is computed at a time where their time goes."""
-RESERVED_SESSIONS = 16
-"""Sessions beyond `max_sessions` for administrators. They open no data set."""
 RESIZE_STEP_S = 0.01
 """Between two steps of a resize."""
 ACCEPT_PAUSE_S = 0.2
@@ -63,12 +67,8 @@ FILES_TIMEOUT_S = 30.0
 """From NEED to FILES."""
 TEND_INTERVAL_S = 1.0
 """How often idle shards are looked at."""
-OPENINGS, USER_OPENINGS, LANE_TIMEOUT_S = 4, 16, 60.0
-"""OPENs that are carried out at once of a user in one mount namespace (a user can make any number
-of them), and in all; how long another waits for its turn. Each has a thread, or one for each of
-`remote.ASKED_AT_ONCE` remote files, and the descriptors of a message."""
-FEWEST_SESSIONS = 32
-"""Sessions for which there are always descriptors."""
+LANE_TIMEOUT_S = 60.0
+"""An OPEN fails if it has waited so long for earlier ones of its user."""
 _ACCEPTED = 8
 """Connections that are accepted in one turn of the loop; each takes 10 to 30 us."""
 TRICKLE_SIZE, TRICKLE_PAUSE_S = 4096, 0.02
@@ -303,7 +303,7 @@ class ClientConnection:
             return False
         if self.session.awaits_direct_reply:
             # The client may have the reply already, and this may acknowledge it.
-            self._server.state.engines.reap()
+            self._server.state.reading.engines.reap()
         self._decoder.push(chunk)
         self._last_size = len(chunk)
         return True
@@ -403,7 +403,7 @@ class ClientConnection:
             return await self._passed(tag, request.paths[positions[0]], positions)
 
         async def opening() -> None:
-            catalog, peer = self._server.state.catalog, self.session.peer
+            catalog, peer = self._server.state.files.catalog, self.session.peer
             try:
                 async with self._opening, self._server.lane(peer.owner):
                     shards = await catalog.open(request, peer, passing)
@@ -480,7 +480,7 @@ class ClientConnection:
     def _refuse(self, error: FFServeError) -> None:
         """End the session with an error."""
         self._server.state.statistics.cut_off += 1
-        self._server.state.repeated.warning(
+        self._server.state.faults.lines.warning(
             "closed a session (pid %d): %s",
             self.session.peer.pid,
             error,
@@ -534,10 +534,17 @@ class Arrival:
 class Server:
     """Accepts clients and keeps their connections.
 
-    Args: listener: a listening Unix stream socket; closed by `drain`.
+    Args:
+        listener: a listening Unix stream socket; closed by `drain`.
+        end: called when the daemon is to end: another one takes it over, or an engine has broken.
     """
 
-    def __init__(self, state: ServerState, listener: socket.socket) -> None:
+    def __init__(
+        self,
+        state: ServerState,
+        listener: socket.socket,
+        end: Callable[[], object] = lambda: None,
+    ) -> None:
         self.state = state
         self.loop = asyncio.get_running_loop()
         self.turns = Turns(self.loop, self.arm)
@@ -553,29 +560,25 @@ class Server:
         self._timer_at = 0.0
         self._resize_timer: asyncio.TimerHandle | None = None
         self._tending = self.loop.create_task(self._tend())
-        self._scrubbing = self.loop.create_task(state.scrubber.run())
+        self._scrubbing = self.loop.create_task(state.files.scrubber.run())
         self._pumping = False
         """Whether the loop will call `pump`."""
         self._draining = False
         self.heir: tuple[socket.socket, int] | None = None
         """The connection of the daemon that takes this one over, and the tag of its request."""
-        self.on_heir: Callable[[], object] = lambda: None
-        """Called when there is one."""
+        self._end = end
         self._used_at = time.monotonic()
-        self.state.most_sessions = most_sessions(state.config.max_sessions, _most_files())
+        self.state.clients.most = most_sessions(state.config.max_sessions, _most_files())
         listener.setblocking(False)
         self.loop.add_reader(listener.fileno(), self._accept)
-        state.engines.attach(self.loop)
-        state.explainer.attach(self.loop)
-        state.engines.reaped = self._reaped
-        state.scheduler.wake = self._pump_soon
+        state.attach(self.loop, self)
         self._measuring: Iterator[None] = iter(())
         self._alive_timer = self.loop.call_later(ALIVE_INTERVAL_S, self._show_life)
 
     def reconfigure(self, config: ServerConfig) -> None:
         """Follow other settings; as `ServerState.reconfigure`."""
-        self.state.reconfigure(config)
-        self.state.most_sessions = most_sessions(config.max_sessions, _most_files())
+        self.state.reconfigure(config, time.monotonic())
+        self.state.clients.most = most_sessions(config.max_sessions, _most_files())
         self.arm()
 
     def _accept(self) -> None:
@@ -585,7 +588,7 @@ class Server:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
-                self.state.repeated.warning(
+                self.state.faults.lines.warning(
                     "cannot accept a client, trying again: %s",
                     error,
                     key=error.errno,
@@ -605,19 +608,19 @@ class Server:
         # Only for them it matters now; it takes longer than all else here.
         peer = self.namespaces.peer(sock) if is_administrator(uid) else None
         trusted = peer is not None and peer.is_administrator
-        user, count = self.state.users.of(uid, trusted=trusted), self.state.session_count
+        user, count = self.state.clients.users.of(uid, trusted=trusted), self.state.clients.count
         refusal = None
-        if not user.may_take(1, user.sessions, count, self.state.most_sessions):
-            refusal = user.too_many_sessions(count, self.state.most_sessions)
-            if not user.trusted or count >= self.state.most_sessions + RESERVED_SESSIONS:
-                self.state.note_refused(uid, refusal, time.monotonic())
+        if not user.may_take(1, user.sessions, count, self.state.clients.most):
+            refusal = user.too_many_sessions(count, self.state.clients.most)
+            if not user.trusted or count >= self.state.clients.most + RESERVED_SESSIONS:
+                self.state.faults.refused(uid, refusal, time.monotonic())
                 with contextlib.suppress(OSError):
                     sock.send(protocol.encode(protocol.Fail(0, protocol.error_to_wire(refusal))))
                 closer_of(user).close_socket(sock)
                 self.left_namespace(peer)
                 return
         user.sessions += 1
-        self.state.session_count += 1
+        self.state.clients.count += 1
         self.turns.add(Arrival(user, sock, peer, refusal, self._arrived), first=True)
 
     def _arrived(self, client: Arrival) -> None:
@@ -640,11 +643,11 @@ class Server:
     def left_namespace(self, peer: Peer | None) -> None:
         """A client of which `Namespaces.peer` was asked is gone."""
         if peer is not None and self.namespaces.release(peer.namespace):
-            self.state.catalog.end_namespace(peer.namespace)
+            self.state.files.catalog.end_namespace(peer.namespace)
 
     def _left(self, user: User) -> None:
-        self.state.session_count -= 1
-        if self.state.users.left(user):
+        self.state.clients.count -= 1
+        if self.state.clients.users.left(user):
             self.turns.forget(user)
 
     def _resume(self) -> None:
@@ -674,11 +677,11 @@ class Server:
             if waiting[fd].held or event & select.POLLERR:
                 waiting[fd].close()
         now = time.monotonic()
-        self.state.engines.find_slow(now)
-        self.state.repeated.flush(now)
-        self.state.rates.note(now, self.state.counters())
+        self.state.reading.engines.find_slow(now)
+        self.state.faults.lines.flush(now)
+        self.state.jobs.rates.note(now, self.state.jobs.counters())
         if next(self._measuring, self) is self:
-            self._measuring = self.state.measure(now)
+            self._measuring = self.state.jobs.measure(now)
         for _ in islice(self._measuring, MEASURED_JOBS):
             pass
         self._alive_timer = self.loop.call_later(ALIVE_INTERVAL_S, self._show_life)
@@ -694,7 +697,11 @@ class Server:
             self.heir = sock.dup(), tag
         except OSError as error:
             raise ServerUnavailable(f"no descriptor is free: {error.strerror}") from error
-        self.on_heir()
+        self._end()
+
+    def end(self) -> None:
+        """End the daemon."""
+        self._end()
 
     def begin(self, opening: Coroutine[Any, Any, None]) -> None:
         """Carry out an OPEN beside the loop."""
@@ -707,7 +714,7 @@ class Server:
         """Wait until a client may open a data set: its user's files may be on a file system that
         does not answer, which must cost neither others nor ever more threads and descriptors."""
         with contextlib.ExitStack() as held:
-            for whose, most in ((owner, OPENINGS), (owner[0], USER_OPENINGS)):
+            for whose, most in ((owner, NAMESPACE_OPENINGS), (owner[0], USER_OPENINGS)):
                 lane = self._lanes.setdefault(whose, asyncio.Semaphore(most))
                 try:
                     await asyncio.wait_for(lane.acquire(), LANE_TIMEOUT_S)
@@ -724,7 +731,7 @@ class Server:
         while True:
             await asyncio.sleep(TEND_INTERVAL_S)
             try:
-                await self.state.catalog.tend(time.monotonic())
+                await self.state.files.catalog.tend(time.monotonic())
             except Exception:
                 log.exception("internal error while closing files")
 
@@ -732,7 +739,7 @@ class Server:
         """Set the timers for blocked requests, prefetching that pauses, and a resize."""
         if self._resize_timer is None and self.state.resizing.under_way:
             self._resize_timer = self.loop.call_later(RESIZE_STEP_S, self._resize)
-        deadline = self.state.scheduler.next_deadline()
+        deadline = self.state.reading.scheduler.next_deadline()
         if deadline is None or (self._timer is not None and self._timer_at <= deadline):
             return
         if self._timer is not None:
@@ -746,11 +753,8 @@ class Server:
         self.state.resizing.step(time.monotonic())
         self.arm()
 
-    def _reaped(self, now: float) -> None:
-        self.state.scheduler.go_on(now)
-        self.arm()
-
-    def _pump_soon(self) -> None:
+    def pump_soon(self) -> None:
+        """Give turns when the loop has looked for messages."""
         if not self._pumping:
             self._pumping = True
             self.loop.call_soon(self.pump)
@@ -761,7 +765,7 @@ class Server:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self.state.scheduler.pump(time.monotonic())
+        self.state.reading.scheduler.pump(time.monotonic())
         self.arm()
 
     @property
@@ -769,7 +773,7 @@ class Server:
         """Why no new client is served; None: it is."""
         if self._draining:
             return "stopping"
-        return "an I/O engine is broken" if self.state.engines.broken else None
+        return "an I/O engine is broken" if self.state.reading.engines.broken else None
 
     @property
     def idle_s(self) -> float:
@@ -784,7 +788,7 @@ class Server:
         return len(self._connections)
 
     def _is_idle(self) -> bool:
-        return self.state.scheduler.idle and not self.state.explainer.waiting_count
+        return self.state.reading.scheduler.idle and not self.state.files.explainer.waiting_count
 
     async def drain(self, timeout_s: float) -> bool:
         """Accept no new clients, answer the requests under way, then close all sessions.
@@ -800,11 +804,11 @@ class Server:
             await asyncio.sleep(0.01)
         for task in (*self._openings, self._tending, self._scrubbing):
             task.cancel()
-        self.state.scheduler.stop()
+        self.state.reading.scheduler.stop()
         for connection in list(self._connections):
             connection.close()
         self.turns.finish()
-        self.state.repeated.flush(time.monotonic(), ending=True)
+        self.state.faults.lines.flush(time.monotonic(), ending=True)
         for timer in (self._timer, self._resize_timer, self._alive_timer):
             if timer is not None:
                 timer.cancel()
@@ -843,4 +847,4 @@ def _most_files() -> int:
 def most_sessions(wanted: int, most_files: int) -> int:
     """Return how many sessions there may be: each needs a descriptor, of which shards take three
     quarters."""
-    return min(wanted, max(most_files // 4 - RESERVED_SESSIONS, FEWEST_SESSIONS))
+    return min(wanted, max(int(most_files * SESSIONS_PART) - RESERVED_SESSIONS, FEWEST_SESSIONS))

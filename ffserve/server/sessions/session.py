@@ -36,12 +36,14 @@ from ffserve.server.files.shards import Request
 from ffserve.server.life import handover
 from ffserve.server.prepared.sharing import PrepareRequest, Sharing
 from ffserve.server.reading.requests import Owner, Reply, SampleRequest
+from ffserve.server.reading.statistics import LARGEST_COUNT
 from ffserve.server.sessions.context import NEW, OVER, READY, SessionContext
 from ffserve.server.sessions.datasets import FEW, STEP_COUNT, OpenDataset, Steps, parts
 from ffserve.server.sessions.failures import FailedRequests
+from ffserve.server.sessions.job_table import Job
 from ffserve.server.sessions.opened import SessionDatasets
 from ffserve.server.sessions.outbox import MemoryMessage
-from ffserve.server.sessions.state import LARGEST_COUNT, Job, ServerState
+from ffserve.server.sessions.state import ServerState
 from ffserve.server.status.report import arena_facts, status
 from ffserve.server.users.peers import Peer
 from ffserve.server.users.shares import Bound, User
@@ -153,7 +155,7 @@ class Session:
             case protocol.Status():
                 return self._status(message.tag, now)
             case protocol.Resize():
-                self._resize(message)
+                self._resize(message, now)
             case protocol.Times():
                 self._state.statistics.take_times(message.took_ns, message.counts)
             case protocol.Handover():
@@ -183,11 +185,11 @@ class Session:
         self.owner.job = job.name
         self.context.phase = READY
         welcome = protocol.Welcome({**general, "version": version})
-        self._send(MemoryMessage(welcome, [self._state.page.file]))
+        self._send(MemoryMessage(welcome, [self._state.memory.page.file]))
 
-    def _resize(self, message: protocol.Resize) -> None:
+    def _resize(self, message: protocol.Resize, now: float) -> None:
         try:
-            self._state.resize(message.size, self.peer)
+            self._state.resize(message.size, self.peer, now)
         except FFServeError as error:
             self.fail(message.tag, error)
         else:
@@ -218,7 +220,7 @@ class Session:
 
     def _acknowledge(self, packed: bytes, first: int) -> None:
         """Unpin the samples of the next few acknowledged GETs, from a byte on."""
-        self._state.scheduler.pins.acknowledge(self.owner, _tags(packed, first))
+        self._state.reading.scheduler.pins.acknowledge(self.owner, _tags(packed, first))
 
     def _tell(self, message: protocol.Tell, now: float) -> Steps:
         self._count(message.hits, message.hit_size, now)
@@ -228,13 +230,13 @@ class Session:
         for first in range(0, len(message.acknowledged), 4 * FEW):
             self._acknowledge(message.acknowledged, first)
             now = yield None
-        self._state.scheduler.pump(now)
+        self._state.reading.scheduler.pump(now)
 
     def _release(self, message: protocol.Release, now: float) -> Steps:
         for first in range(0, len(message.tags), 4 * FEW):
-            self._state.scheduler.pins.release(self.owner, _tags(message.tags, first))
+            self._state.reading.scheduler.pins.release(self.owner, _tags(message.tags, first))
             now = yield None
-        self._state.scheduler.pump(now)
+        self._state.reading.scheduler.pump(now)
 
     def _ask(self, message: protocol.Get | protocol.Lease, now: float) -> Steps:
         """Take a request, as soon as its user may have another one."""
@@ -266,8 +268,8 @@ class Session:
             self.owner, tag, numbers, lease=lease, dataset=dataset, indices=indices, asked=asked
         )
         crowded = self.owner.waiting or self.user.requests.held >= MOST_DIRECT_REPLIES
-        if dataset.remote and self._state.engines.fetches is not None:
-            request.gate = self._state.engines.fetches.gate(numbers, self.peer.owner)
+        if dataset.remote and self._state.reading.engines.fetches is not None:
+            request.gate = self._state.reading.engines.fetches.gate(numbers, self.peer.owner)
         crowded = crowded or request.gate is not None
         if self._direct_reply is not None and not (crowded or lease):
             request.reply = self._direct_reply(protocol.Ready(tag, len(numbers), []))
@@ -277,7 +279,7 @@ class Session:
             request.gate = None
             self.finished(request, now)
             return
-        self._state.scheduler.add(request, now)
+        self._state.reading.scheduler.add(request, now)
         yield from self._asked(dataset, numbers, now)  # while the disk works
 
     def _asked(self, dataset: OpenDataset, numbers: Int64s, now: float) -> Steps:
@@ -286,8 +288,8 @@ class Session:
             if first:
                 now = yield None
             part = numbers[first : first + STEP_COUNT]
-            self._state.cache.used(part)
-            self._state.cache.invalidate(dataset.progress.asked(part, now))
+            self._state.memory.cache.used(part)
+            self._state.memory.cache.invalidate(dataset.progress.asked(part, now))
 
     def may_ask(self, now: float) -> Generator[Bound, float, float]:
         """Wait until the user may have another request; return the time."""
@@ -295,7 +297,7 @@ class Session:
         if user.requests.full or user.asked.full:
             waiting.ask(now)
             while user.requests.full or user.asked.full:
-                self._state.scheduler.pins.limit(user)
+                self._state.reading.scheduler.pins.limit(user)
                 if user.requests.full or user.asked.full:
                     now = yield user.requests if user.requests.full else user.asked
             waiting.answer(now)
@@ -342,8 +344,8 @@ class Session:
             if first:
                 now = yield None
             part = numbers[first : first + STEP_COUNT]
-            hit = part[self._state.directory.entries["seq"][part] & 1 == 1]
-            self._count(len(hit), int(self._state.directory.lengths(hit).sum()), now)
+            hit = part[self._state.memory.directory.entries["seq"][part] & 1 == 1]
+            self._count(len(hit), int(self._state.memory.directory.lengths(hit).sum()), now)
             count += len(hit)
         return count
 
@@ -391,12 +393,12 @@ class Session:
         while True:
             used = progress.advance_to(epoch, position, now)
             for part in parts(used):
-                self._state.cache.invalidate(part)
+                self._state.memory.cache.invalidate(part)
                 now = yield None
-            self._state.scheduler.prefetcher.advanced(progress)
+            self._state.reading.scheduler.prefetcher.advanced(progress)
             if not progress.behind(epoch, position):
                 break
-        self._state.scheduler.pump(now)
+        self._state.reading.scheduler.pump(now)
 
     def _seen(self, message: protocol.Seen, now: float) -> Steps:
         dataset = self.datasets.get(message.dataset, "SEEN")
@@ -411,7 +413,7 @@ class Session:
                     progress.passed(numbers)
                 else:
                     progress.visited(numbers, now)
-                self._state.cache.invalidate(numbers)
+                self._state.memory.cache.invalidate(numbers)
                 now = yield None
 
     def _status(self, tag: int, now: float) -> Steps:
@@ -427,7 +429,7 @@ class Session:
         self.context.phase = OVER
         self.datasets.refuse_files(UsageError("the session has ended"))
         self.datasets.orders.forget()
-        return self._leaving(self._state.scheduler.leave(self.owner, now))
+        return self._leaving(self._state.reading.scheduler.leave(self.owner, now))
 
     def _leaving(self, pins: Iterator[None]) -> Steps:
         yield from pins

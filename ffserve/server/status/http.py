@@ -3,7 +3,7 @@
 Whoever can reach the address may connect, so nothing here waits for a client and no client costs
 much. A connection carries one request, which must come within REQUEST_TIMEOUT_S and be read within
 ANSWER_TIMEOUT_S, or be the one that brings the page its events, each of which must be read within
-that time; beyond MOST_CONNECTIONS the oldest one is closed, so that a new one is always
+that time; beyond MOST_HTTP_CONNECTIONS the oldest one is closed, so that a new one is always
 served. All of them together are one user of the loop's time (`turns`), which a flood cannot exceed.
 The metrics are made in steps, at most once in LEAST_AGE_S for all who ask; so are the events, and
 only while somebody watches.
@@ -27,6 +27,7 @@ import h11
 
 from ffserve.config import ServerConfig, split_address
 from ffserve.errors import UsageError
+from ffserve.limits import MOST_HTTP_CONNECTIONS, MOST_HTTP_REQUEST_SIZE
 from ffserve.server.sessions import server
 from ffserve.server.sessions.server import Server
 from ffserve.server.status import metrics, page
@@ -40,10 +41,8 @@ log = logging.getLogger("ffserve")
 REQUEST_TIMEOUT_S, ANSWER_TIMEOUT_S = 5.0, 10.0
 EVENTS_BUFFER = 64 << 10
 """Bytes of events that the kernel keeps for a browser."""
-MOST_CONNECTIONS = 64
 LEAST_AGE_S = 1.0
 """How old metrics are at least before they are made anew."""
-MOST_REQUEST_SIZE = 8192
 _CHUNK = 4096
 _ACCEPTED, _ACCEPT_INTERVAL_S = 8, 0.005
 """Connections that are accepted in one turn of the loop, and the time until the next turn: each
@@ -119,7 +118,7 @@ class HttpServer:
                 pause_s = _ACCEPT_PAUSE_S
                 break
             sock.setblocking(False)
-            if len(self._connections) >= MOST_CONNECTIONS:
+            if len(self._connections) >= MOST_HTTP_CONNECTIONS:
                 next(iter(self._connections)).close()
             self._connections[_Connection(self, sock)] = None
         self.server.loop.remove_reader(self._listener.fileno())
@@ -342,7 +341,7 @@ class _Connection:
     def _handle(self, chunk: bytes) -> None:
         """Go on with the request. Raises: h11.RemoteProtocolError."""
         if self._h11 is None:  # not earlier, since that takes longer than to accept a connection
-            size = MOST_REQUEST_SIZE
+            size = MOST_HTTP_REQUEST_SIZE
             self._h11 = h11.Connection(h11.SERVER, max_incomplete_event_size=size)
         self._h11.receive_data(chunk)
         event = self._h11.next_event()

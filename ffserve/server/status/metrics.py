@@ -31,21 +31,15 @@ from prometheus_client.utils import floatToGoString
 from ffserve._version import __version__
 from ffserve.cache.jobs import JobProgress
 from ffserve.errors import BY_CODE, printable
+from ffserve.limits import MOST_LABEL, MOST_SERIES_DOMAINS, MOST_SERIES_FILES, MOST_SERIES_JOBS
 from ffserve.server.files.remote import store_facts
 from ffserve.server.reading.statistics import BOUNDS_S, Histogram
+from ffserve.server.sessions.job_table import Job
 from ffserve.server.sessions.server import Server
-from ffserve.server.sessions.state import Job, ServerState
+from ffserve.server.sessions.state import ServerState
 from ffserve.server.status.report import arena_facts, domain_facts, progress_facts
 
 CONTENT_TYPE: str = CONTENT_TYPE_LATEST
-MOST_JOBS = 64
-"""Jobs with series of their own: those with sessions first, then those that were seen last."""
-MOST_DOMAINS = 64
-"""Domains with a series of their own, the largest."""
-MOST_FILES = 64
-"""Damaged files with a series of their own."""
-MOST_LABEL = 100
-"""Characters of a label's value."""
 _STEP_COUNT, _STEP_JOBS = 64, 1024
 """Positions of jobs, and jobs, that are looked at in one step."""
 _END = b"# EOF\n"
@@ -86,7 +80,7 @@ def _families(server: Server, jobs: bool, now: float) -> Steps[None]:
     yield InfoMetricFamily(
         "ffserve_build",
         "Version and engine of the daemon.",
-        {"version": __version__, "engine": state.engines.kind},
+        {"version": __version__, "engine": state.reading.engines.kind},
     )
     yield from _process(state)
     yield from _samples(state)
@@ -129,7 +123,7 @@ def _gauge(name: str, text: str, value: float, unit: str = "") -> Metric:
 
 
 def _samples(state: ServerState) -> Iterator[Metric]:
-    statistics, counters = state.statistics, state.cache.counters
+    statistics, counters = state.statistics, state.memory.cache.counters
     yield _counter("hits", "Samples that clients found in memory.", statistics.hits)
     yield _counter("hit_bytes", "Bytes of these samples.", statistics.hit_size)
     yield _counter("misses", "Samples that clients asked the daemon for.", statistics.missed)
@@ -158,25 +152,29 @@ def _samples(state: ServerState) -> Iterator[Metric]:
 
 
 def _disk(state: ServerState) -> Iterator[Metric]:
-    engine = state.engines.counters()
-    yield _counter("read_bytes", "Bytes read from files.", state.engines.read_size)
-    yield _counter("read_blocks", "Blocks read from files.", state.cache.counters.blocks_read)
+    engine = state.reading.engines.counters()
+    yield _counter("read_bytes", "Bytes read from files.", state.reading.engines.read_size)
+    yield _counter(
+        "read_blocks", "Blocks read from files.", state.memory.cache.counters.blocks_read
+    )
     yield _counter("device_reads", "Completed reads of devices.", engine["reads"])
-    yield _counter("failed_blocks", "Blocks that could not be read.", state.cache.counters.failed)
+    yield _counter(
+        "failed_blocks", "Blocks that could not be read.", state.memory.cache.counters.failed
+    )
     yield _counter(
         "corrected_samples",
         "Samples whose checksum was right at the second read only.",
         state.statistics.corrected,
     )
-    yield _counter("scrubbed_bytes", "Bytes read to find damage.", state.scrubber.size)
-    yield _counter("scrub_passes", "Passes through all open files.", state.scrubber.passes)
+    yield _counter("scrubbed_bytes", "Bytes read to find damage.", state.files.scrubber.size)
+    yield _counter("scrub_passes", "Passes through all open files.", state.files.scrubber.passes)
     yield _gauge("reads_in_flight", "Reads that devices carry out.", engine["inflight"])
     yield _gauge("reads_queued", "Reads that wait for a device.", engine["queued"])
 
 
 def _store(state: ServerState) -> Iterator[Metric]:
     """Yield what is known of remote files; zeros without a store."""
-    facts = store_facts(state.remote)
+    facts = store_facts(state.files.remote)
     yield _gauge("store_used_bytes", "Blocks of remote files on disk.", facts["used"], "bytes")
     yield _gauge("store_limit_bytes", "Limit of these.", facts["limit"], "bytes")
     yield _counter("fetched_bytes", "Bytes that came from origins.", facts["fetched"])
@@ -190,20 +188,22 @@ def _memory(state: ServerState) -> Iterator[Metric]:
     yield _gauge("arena_used_bytes", "Memory that holds samples.", arena["used"], "bytes")
     yield _gauge("arena_populated_bytes", "Memory with pages.", arena["populated"], "bytes")
     yield _gauge("arena_leased_bytes", "Memory that leases hold.", arena["leased"], "bytes")
-    orders = state.next_use.order_size
+    orders = state.memory.next_use.order_size
     yield _gauge("orders_bytes", "Memory of announced orders.", orders, "bytes")
 
 
 def _clients(server: Server, running: int) -> Iterator[Metric]:
     state, statistics = server.state, server.state.statistics
     yield _gauge("sessions", "Connected clients.", server.connection_count)
-    yield _gauge("sessions_limit", "Largest number of clients.", server.state.most_sessions)
+    yield _gauge("sessions_limit", "Largest number of clients.", server.state.clients.most)
     yield _gauge("jobs", "Jobs with a session.", running)
     yield _counter("clients_refused", "Clients refused: too many.", statistics.refused)
     yield _counter("clients_cut_off", "Clients that broke the protocol.", statistics.cut_off)
-    yield _gauge("requests", "Requests that are not answered yet.", state.scheduler.request_count)
     yield _gauge(
-        "requests_blocked", "Requests that wait for memory.", state.scheduler.blocked_count
+        "requests", "Requests that are not answered yet.", state.reading.scheduler.request_count
+    )
+    yield _gauge(
+        "requests_blocked", "Requests that wait for memory.", state.reading.scheduler.blocked_count
     )
 
 
@@ -222,10 +222,10 @@ def _durations(state: ServerState) -> Iterator[Metric]:
         "request_phase_duration",
         "Parts of requests: waiting for a turn, for memory, reads of a device, decoding of chunks.",
         {
-            "queue": state.scheduler.queued,
-            "memory": state.scheduler.blocked,
-            "disk": state.engines.reading,
-            "decode": state.engines.decoding,
+            "queue": state.reading.scheduler.queued,
+            "memory": state.reading.scheduler.blocked,
+            "disk": state.reading.engines.reading,
+            "decode": state.reading.engines.decoding,
         },
     )
 
@@ -250,7 +250,9 @@ def _domains(state: ServerState) -> Metric:
         labels=("user", "namespace"),
         unit="bytes",
     )
-    rows = heapq.nlargest(MOST_DOMAINS, domain_facts(state, None), key=lambda row: row["size"])
+    rows = heapq.nlargest(
+        MOST_SERIES_DOMAINS, domain_facts(state, None), key=lambda row: row["size"]
+    )
     for row in rows:
         labels = ("" if row[key] is None else str(row[key]) for key in ("user", "namespace"))
         family.add_metric(tuple(labels), row["size"])
@@ -264,25 +266,25 @@ def _damaged(state: ServerState) -> Iterator[Metric | None]:
         labels=("path",),
     )
     rows: Counter[str] = Counter()
-    for part in state.catalog.shards():
+    for part in state.files.catalog.shards():
         for shard in part:
             if shard.damaged:
                 rows[_label(shard.path[-MOST_LABEL:])] += shard.damaged
         yield None
-    for path in heapq.nlargest(MOST_FILES, rows, key=rows.__getitem__):
+    for path in heapq.nlargest(MOST_SERIES_FILES, rows, key=rows.__getitem__):
         family.add_metric((path,), rows[path])
     yield family
 
 
 def _jobs_of(state: ServerState) -> Steps[tuple[int, list[Job]]]:
     """Return the number of jobs with a session, and the jobs that are shown."""
-    jobs, running = list(state.jobs.values()), 0
+    jobs, running = list(state.jobs.all.values()), 0
     latest: list[Job] = []
     for first in range(0, len(jobs), _STEP_JOBS):
         part = jobs[first : first + _STEP_JOBS]
         running += sum(job.sessions > 0 for job in part)
         latest = heapq.nlargest(
-            MOST_JOBS, latest + part, key=lambda job: (job.sessions > 0, job.last_seen)
+            MOST_SERIES_JOBS, latest + part, key=lambda job: (job.sessions > 0, job.last_seen)
         )
         yield None
     return running, latest
@@ -300,7 +302,7 @@ def _labelled(jobs: list[Job]) -> dict[tuple[str, str], Job]:
 def _jobs(
     state: ServerState, shown: dict[tuple[str, str], Job], now: float
 ) -> Iterator[Metric | None]:
-    reads = state.scheduler.reads_of
+    reads = state.reading.scheduler.reads_of
     columns: dict[str, tuple[str, Callable[[Job], float]]] = {
         "hits": ("Samples found in memory.", lambda job: job.hits),
         "hit_bytes": ("Bytes of these.", lambda job: job.hit_size),
@@ -351,7 +353,7 @@ def _progress(
 ) -> Iterator[Metric | None]:
     """Yield where jobs are in their largest data set."""
     largest: dict[str, JobProgress] = {}
-    for count, progress in enumerate(list(state.next_use.jobs)):
+    for count, progress in enumerate(list(state.memory.next_use.jobs)):
         known = largest.get(progress.job)
         if known is None or progress.sample_count > known.sample_count:
             largest[progress.job] = progress

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Generator, Iterator
 from itertools import islice
 from typing import Any
 
 from ffserve._version import __version__
 from ffserve.cache.jobs import JobProgress
+from ffserve.limits import MOST_REPORT_ROWS
 from ffserve.server.files.remote import store_facts
 from ffserve.server.files.shards import OpenShard
 from ffserve.server.life.log import NOBODY, latest
-from ffserve.server.sessions.state import LARGEST_COUNT, Job, ServerState
+from ffserve.server.reading.statistics import LARGEST_COUNT
+from ffserve.server.sessions.job_table import Job
+from ffserve.server.sessions.state import ServerState
 from ffserve.server.users.peers import Peer, Viewer, viewer_of
 
-MOST_ROWS = 1000
-"""Rows in each list, so that a REPORT fits into a frame whatever clients open."""
 STEP_ROWS = 64
 """Rows that are made in one step."""
 
@@ -29,22 +29,24 @@ def status(state: ServerState, now: float, peer: Peer) -> Generator[None, None, 
     the names of files and jobs tell much about a user.
     """
     viewer = None if peer.is_administrator else peer.viewer
-    counters = state.cache.counters
-    engine = state.engines.counters()
+    counters = state.memory.cache.counters
+    engine = state.reading.engines.counters()
     shards: list[OpenShard] = []
     slow: list[OpenShard] = []
-    for part in state.catalog.shards():
+    for part in state.files.catalog.shards():
         mine = [shard for shard in part if viewer is None or viewer in shard.names]
         shards += mine
-        if state.slow_reads:
-            slow += [shard for shard in mine if shard.count and shard.base in state.slow_reads]
+        if state.faults.slow_reads:
+            slow += [
+                shard for shard in mine if shard.count and shard.base in state.faults.slow_reads
+            ]
         yield None
-    jobs = [job for job in state.jobs.values() if viewer in (None, job.user)]
+    jobs = [job for job in state.jobs.all.values() if viewer in (None, job.user)]
     own = {job.name for job in jobs}
-    progress = [each for each in state.next_use.jobs if each.job in own]
-    yield from state.measure(now)
+    progress = [each for each in state.memory.next_use.jobs if each.job in own]
+    yield from state.jobs.measure(now)
     rows = yield from _rows(
-        shards=(shard_facts(state, s, viewer) for s in shards if state.catalog.has(s)),
+        shards=(shard_facts(state, s, viewer) for s in shards if state.files.catalog.has(s)),
         progress=(progress_facts(state, each, now) for each in progress),
         groups=iter(group_facts(state, now, None if viewer is None else own)),
         jobs=(job_facts(state, job, now, viewer) for job in jobs),
@@ -57,10 +59,10 @@ def status(state: ServerState, now: float, peer: Peer) -> Generator[None, None, 
         "version": __version__,
         "pid": os.getpid(),
         "started": state.started,
-        "uptime_s": round(time.monotonic() - state.began, 3),
+        "uptime_s": round(now - state.began, 3),
         "socket": state.config.socket,
         "roots": list(state.config.roots),
-        "engine": {"kind": state.engines.kind, **engine},
+        "engine": {"kind": state.reading.engines.kind, **engine},
         "arena": arena_facts(state),
         "clients": client_facts(state),
         "samples": sample_facts(state),
@@ -72,18 +74,18 @@ def status(state: ServerState, now: float, peer: Peer) -> Generator[None, None, 
             "blocks_read": counters.blocks_read,
             "evicted": counters.evicted,
             "failed": counters.failed,
-            "read_size": state.engines.read_size,
-            "checksum_failures": state.engines.checksum_failures,
+            "read_size": state.reading.engines.read_size,
+            "checksum_failures": state.reading.engines.checksum_failures,
             "corrected": state.statistics.corrected,
-            "blocked": state.scheduler.blocked_count,
+            "blocked": state.reading.scheduler.blocked_count,
             "prefetched": counters.prefetched,
             "wasted": counters.wasted,
         },
-        "store": store_facts(state.remote),
+        "store": store_facts(state.files.remote),
         "scrub": {
-            "rate": state.scrubber.rate,
-            "size": state.scrubber.size,
-            "passes": state.scrubber.passes,
+            "rate": state.files.scrubber.rate,
+            "size": state.files.scrubber.size,
+            "passes": state.files.scrubber.passes,
         },
         **rows,
     }
@@ -95,7 +97,7 @@ def _rows(
     rows: dict[str, list[dict[str, Any]]] = {}
     for name, each in facts.items():
         mine = rows[name] = []
-        while part := list(islice(each, min(STEP_ROWS, MOST_ROWS - len(mine)))):
+        while part := list(islice(each, min(STEP_ROWS, MOST_REPORT_ROWS - len(mine)))):
             mine += part
             yield None
     return rows
@@ -103,7 +105,7 @@ def _rows(
 
 def shard_facts(state: ServerState, shard: OpenShard, viewer: Viewer | None) -> dict[str, Any]:
     """Return the facts about one shard, by the name that this user has for it."""
-    used = int(state.table.used[state.table.row(shard.base)]) if shard.count else 0
+    used = int(state.memory.table.used[state.memory.table.row(shard.base)]) if shard.count else 0
     return {
         "path": shard.path if viewer is None else shard.names.get(viewer, ""),
         "format": shard.format,
@@ -123,10 +125,10 @@ def domain_facts(state: ServerState, viewer: Viewer | None) -> list[dict[str, An
         {
             "user": None if domain.owner is None else domain.owner[0],
             "namespace": None if domain.owner is None else domain.owner[1],
-            "size": state.arena.slabs_in(domain.number) * state.arena.slab_size,
+            "size": state.memory.arena.slabs_in(domain.number) * state.memory.arena.slab_size,
             "shards": domain.shards,
         }
-        for domain in state.domains.all[:MOST_ROWS]
+        for domain in state.domains.all[:MOST_REPORT_ROWS]
         if viewer is None or domain.owner is None or viewer_of(domain.owner) == viewer
     ]
 
@@ -143,7 +145,7 @@ def preparation_facts(state: ServerState, viewer: Viewer | None) -> list[dict[st
             "cost_s": round(each.cost_s, 3),
             "saved_s": round(each.saved_s, 3),
         }
-        for each in state.catalog.preparations.all[:MOST_ROWS]
+        for each in state.files.catalog.preparations.all[:MOST_REPORT_ROWS]
         if viewer is None or viewer_of(each.owner) == viewer
     ]
 
@@ -152,7 +154,7 @@ def slow_facts(
     state: ServerState, shards: list[OpenShard], now: float, viewer: Viewer | None
 ) -> list[dict[str, Any]]:
     """Return the files with slow reads, the latest first."""
-    found = [(state.slow_reads.get(shard.base), shard) for shard in shards]
+    found = [(state.faults.slow_reads.get(shard.base), shard) for shard in shards]
     rows = [
         {
             "path": shard.path if viewer is None else shard.names.get(viewer, ""),
@@ -178,9 +180,9 @@ def line_facts(viewer: Viewer | None) -> list[dict[str, Any]]:
 def client_facts(state: ServerState) -> dict[str, int]:
     """Return the numbers of sessions and of requests."""
     return {
-        "sessions": state.session_count,
-        "most_sessions": state.most_sessions,
-        "requests": state.scheduler.request_count,
+        "sessions": state.clients.count,
+        "most_sessions": state.clients.most,
+        "requests": state.reading.scheduler.request_count,
         "refused": state.statistics.refused,
         "cut_off": state.statistics.cut_off,
     }
@@ -200,7 +202,7 @@ def sample_facts(state: ServerState) -> dict[str, int]:
 def rate_facts(state: ServerState, now: float) -> dict[str, float]:
     """Return what passes in a second, of all jobs together."""
     names = ("hits", "missed", "hit_size", "read_size", "reads", "evicted", "errors")
-    rates = state.rates.per_second(now, state.counters())
+    rates = state.jobs.rates.per_second(now, state.jobs.counters())
     return {name: round(rate, 3) for name, rate in zip(names, rates, strict=True)}
 
 
@@ -209,11 +211,11 @@ def arena_facts(state: ServerState) -> dict[str, Any]:
     return {
         "size": state.resizing.size,
         "target": state.resizing.target,
-        "limit": state.arena.limit,
-        "used": state.arena.used_size,
+        "limit": state.memory.arena.limit,
+        "used": state.memory.arena.used_size,
         "populated": state.pages.populated,
         "held": state.resizing.held_size,
-        "leased": state.scheduler.pins.leased_size,
+        "leased": state.reading.scheduler.pins.leased_size,
         "resizing": state.resizing.under_way,
     }
 
@@ -236,7 +238,7 @@ def progress_facts(state: ServerState, progress: JobProgress, now: float) -> dic
         "name": progress.name,
         "rate": round(rate, 3),
         "epoch_end_s": round((count - position) / rate, 3) if rate and known else None,
-        "window": state.scheduler.prefetcher.window(progress, now) if order else 0,
+        "window": state.reading.scheduler.prefetcher.window(progress, now) if order else 0,
         "order_size": progress.size,
     }
 
@@ -256,8 +258,8 @@ def group_facts(state: ServerState, now: float, own: set[str] | None) -> list[di
 
     Args: own: only groups with these jobs, and of their jobs only these; None: all.
     """
-    floors, used = state.cache.policy.floors(), state.cache.policy.used
-    groups = state.next_use.groups
+    floors, used = state.memory.cache.policy.floors(), state.memory.cache.policy.used
+    groups = state.memory.next_use.groups
     facts: list[dict[str, Any]] = [
         {
             "group": number,
@@ -272,16 +274,19 @@ def group_facts(state: ServerState, now: float, own: set[str] | None) -> list[di
         for each in facts:
             each["jobs"] = [name for name in each["jobs"] if name in own]
         facts = [each for each in facts if each["jobs"]]
-    return facts[:MOST_ROWS]
+    return facts[:MOST_REPORT_ROWS]
 
 
 def job_facts(state: ServerState, job: Job, now: float, viewer: Viewer | None) -> dict[str, Any]:
     """Return the counters of one job."""
-    reads, rival = state.scheduler.reads_of.get(job.name), state.jobs.get(job.time.taken_by or "")
+    reads, rival = (
+        state.reading.scheduler.reads_of.get(job.name),
+        state.jobs.all.get(job.time.taken_by or ""),
+    )
     hidden = job.time.taken_by is not None and not (
         viewer is None or (rival is not None and viewer == rival.user)
     )
-    rates = (round(rate, 3) for rate in job.rates.per_second(now, state.counters_of(job)))
+    rates = (round(rate, 3) for rate in job.rates.per_second(now, state.jobs.counters_of(job)))
     return {
         "name": job.name,
         "title": job.title,

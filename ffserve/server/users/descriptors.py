@@ -23,12 +23,10 @@ from collections.abc import Callable
 from functools import partial
 
 from ffserve.engine.opening import close_fds
+from ffserve.limits import CLOSING_THREADS
 from ffserve.protocol import MOST_FILES
 from ffserve.server.users.shares import User
 from ffserve.server.users.threads import run_in_thread
-
-THREADS = 4
-"""So many threads close the descriptors of one user."""
 
 _SO_PASSRIGHTS = 83
 _ANCILLARY_SIZE = socket.CMSG_SPACE(4 * MOST_FILES)
@@ -72,7 +70,7 @@ class Closer:
 
         with self._lock:
             self._waiting.append(closing)
-            if self._threads == THREADS:
+            if self._threads == CLOSING_THREADS:
                 return
             self._threads += 1
         run_in_thread(self._run)

@@ -24,21 +24,19 @@ from ffserve.cache.cache import Cache
 from ffserve.cache.inventory import COMMON, OWNED, UNCLAIMED, Inventory
 from ffserve.cache.tables import Directory
 from ffserve.errors import ReadError
+from ffserve.limits import (
+    LEAST_PREPARED_SIZE,
+    MOST_DOMAINS,
+    MOST_USER_DOMAINS,
+    OTHERS_SHARE,
+    PREPARED_SAMPLE_SIZE,
+    PREPARED_SHARE,
+)
 from ffserve.server.users.peers import Owner
-from ffserve.server.users.shares import OTHERS_SHARE
 from ffserve.system.memfd import MemoryFile, SharedMemory
 
-MOST_DOMAINS = 256
-"""So many domains can exist. Each has three descriptors."""
 SLABS_AT_ONCE = 4
 """One step gives back so many slabs, which takes 0.3 ms each."""
-PREPARED_SHARE, LEAST_TABLES = 4, 1 << 30
-"""Prepared samples have no file, but rows in the tables. These rows take at most one part in
-PREPARED_SHARE of the arena's size, or LEAST_TABLES bytes if that is more."""
-TABLES_SIZE = 32
-"""A prepared sample counts as so many bytes of tables."""
-MOST_OF_ONE_USER = 64
-"""One user can have so many domains, since a user can make any number of namespaces."""
 
 
 @dataclass(slots=True, eq=False)
@@ -189,7 +187,7 @@ class Domains:
             return False
         per_user = Counter(each[0] for each in self._by_owner if each is not None)
         of_user = 0 if owner is None else per_user[owner[0]]
-        return len(self._by_owner) >= MOST_DOMAINS or of_user >= MOST_OF_ONE_USER
+        return len(self._by_owner) >= MOST_DOMAINS or of_user >= MOST_USER_DOMAINS
 
     def obtain(self, owner: Owner | None) -> Domain:
         """Return the domain of an owner, made if there is none; None: the common one.
@@ -213,7 +211,7 @@ class Domains:
         Raises: ReadError: as of `obtain`; or the owner's prepared shards would have too many.
         """
         domain = self.obtain(owner)
-        most = max(self._arena.size // PREPARED_SHARE, LEAST_TABLES) // TABLES_SIZE
+        most = max(self._arena.size // PREPARED_SHARE, LEAST_PREPARED_SIZE) // PREPARED_SAMPLE_SIZE
         left = most - sum(each.prepared_count for each in self._by_owner.values())
         held = domain.prepared_count
         if count > left or held + count > OTHERS_SHARE * left:

@@ -25,28 +25,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ffserve.errors import ServerUnavailable
+from ffserve.limits import (
+    MOST_ASKED,
+    MOST_CLOSING,
+    MOST_PATHS,
+    MOST_RECEIVED,
+    MOST_UNSENT,
+    MOST_USER_REQUESTS,
+    OTHERS_SHARE,
+)
 
-OTHERS_SHARE = 4
-"""A user may have so many times as much as is left."""
-MOST_RECEIVED = 32 << 20
-"""The incomplete messages of one user have at most so many bytes. Beyond, the daemon receives only
-small messages of that user."""
-MOST_UNSENT = 32 << 20
-"""One user may leave so many bytes of replies unread. Beyond, the daemon handles no message of that
-user."""
-MOST_CLOSING = 64
-"""So many descriptors of one user may wait to be closed. Beyond, the daemon receives no message of
-that user."""
-MOST_USER_REQUESTS = 4096
-"""One user may have so many unanswered GETs and LEASEs. Further ones wait."""
-MOST_ASKED = 1 << 22
-"""One user may have so many samples in unanswered requests, or not acknowledged or released yet."""
-MOST_PATHS = 1 << 19
-"""The unanswered OPENs of one user may have so many paths. Further OPENs wait."""
-MOST_USER_DATASETS = 1 << 16
-"""One user may have so many data sets open in all sessions."""
-MOST_ANNOUNCED = 512
-"""The jobs of one user may have announced an order in so many data sets."""
 ACTIVE_S = 1.0
 """A user who has sent no request for so long does not count as one who shares the disk."""
 _FEW = 64

@@ -95,14 +95,14 @@ class AzureBlobs(Scheme):
 
     def connect(self, url: str, options: Options) -> tuple[Any, str]:
         timeout = self.connect_s, self.silent_s
-        system = _Objects(options, _account_address(url, options), timeout)
+        system = AzureObjects(options, _account_address(url, options), timeout)
         return system, self.path_in(system, url)
 
     def path_in(self, system: Any, url: str) -> str:
         return "/".join(_container(url))
 
     def open(self, system: Any, path: str, *, size: int, tag: str) -> OpenVersion:
-        if isinstance(system, _Objects):
+        if isinstance(system, AzureObjects):
             return system.open(path, tag)
         return super().open(system, path, size=size, tag=tag)
 
@@ -146,7 +146,7 @@ def _account_address(url: str, options: Options) -> str:
     return f"https://{account}.{_HOST}"
 
 
-class _Objects:
+class AzureObjects:
     """Blobs of one account by path (``CONTAINER/NAME``), with Azure's package. It has no listings:
     the client lists."""
 

@@ -88,14 +88,14 @@ class GoogleStorage(Scheme):
         return f"{origin}@{urls.shown(endpoint)}" if endpoint else origin
 
     def connect(self, url: str, options: Options) -> tuple[Any, str]:
-        system = _Objects(options, (self.connect_s, self.silent_s))
+        system = GoogleObjects(options, (self.connect_s, self.silent_s))
         return system, self.path_in(system, url)
 
     def path_in(self, system: Any, url: str) -> str:
         return url.partition("://")[2]
 
     def open(self, system: Any, path: str, *, size: int, tag: str) -> OpenVersion:
-        if isinstance(system, _Objects):
+        if isinstance(system, GoogleObjects):
             return system.open(path, tag)
         return super().open(system, path, size=size, tag=tag)
 
@@ -111,7 +111,7 @@ def _service_account(token: Any) -> dict[str, Any]:
     return token if known else {}
 
 
-class _Objects:
+class GoogleObjects:
     """Objects by path (``BUCKET/NAME``), with Google's package. It has no listings: the client
     lists."""
 

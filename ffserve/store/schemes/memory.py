@@ -5,7 +5,7 @@ from __future__ import annotations
 from ffserve.store.schemes.base import Scheme
 
 
-class Memory(Scheme):
+class ProcessMemory(Scheme):
     """Files of fsspec's memory."""
 
     name = "memory"
@@ -14,4 +14,4 @@ class Memory(Scheme):
     settings = ("MEMORY",)
 
 
-SCHEME = Memory()
+SCHEME = ProcessMemory()

@@ -23,7 +23,7 @@ from ffserve.server.users.peers import Credentials
 from ffserve.system.socket_path import find_socket
 
 _PATIENCE_S = 1.0
-"""After this time it reports what it waits for."""
+"""After this time the command reports what it waits for."""
 
 
 @click.command()
@@ -115,7 +115,7 @@ def _check(path: str, peer: Credentials, pid: int, pidfd: int) -> None:
             f"the daemon (pid {pid}) is not the process that listens on the socket"
             + (f" ({name}, pid {peer.pid})" if name else ""),
             path=path,
-            hint="it was started by a service manager or in another container: stop it there",
+            hint="a service manager or another container has started it: stop it there",
         )
     if os.geteuid() not in (0, peer.uid):
         raise AccessDenied(
@@ -125,7 +125,7 @@ def _check(path: str, peer: Credentials, pid: int, pidfd: int) -> None:
         )
     if _user(pid) != peer.uid:
         raise UsageError(
-            f"process {pid} belongs to another user than the one that listens on the socket",
+            f"process {pid} and the process that listens on the socket belong to different users",
             path=path,
             hint="stop the daemon with the program that started it",
         )

@@ -28,7 +28,7 @@ def status(socket: str | None, as_json: bool) -> int:
     if as_json:
         print_json(facts)
     else:
-        from ffserve.cli.screen import print_status
+        from ffserve.cli.daemon.screen import print_status
 
         print_status(facts)
     return 0

@@ -14,7 +14,7 @@ from ffserve.system.socket_path import find_socket
 
 _POLL_S = 0.05
 _PATIENCE_S = 1.0
-"""After this time it reports what it waits for."""
+"""After this time the command reports what it waits for."""
 
 
 @click.command()
@@ -49,7 +49,7 @@ def resize(size: str, socket: str | None, wait: bool, as_json: bool) -> int:
         while wait and _under_way(facts):
             if facts["target"] != target:
                 click.echo(
-                    f"replaced by another resize to {format_size(facts['target'])}", err=True
+                    f"another resize replaced this one, to {format_size(facts['target'])}", err=True
                 )
                 break
             if not reported and facts["held"] and time.monotonic() > patience:

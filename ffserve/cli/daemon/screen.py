@@ -35,17 +35,17 @@ from ffserve.server.status.overview import (
 
 WRONG, CAREFUL, QUIET = "red", "yellow", "dim"
 WAITS_CAREFUL, WAITS_WRONG = 0.2, 0.5
-"""Shares of its time that a job waits."""
+"""A job is marked if it waits for at least this share of its time."""
 NAME_LENGTH, USER_LENGTH = 14, 8
-"""Characters of the names of jobs and users in tables."""
+"""The names of jobs and users have at most so many characters in tables."""
 JOBS_SHOWN, ROWS_SHOWN, LINES_SHOWN = 5, 4, 3
-"""Rows that `ffserve status` has about jobs, in other tables, and of the log."""
+"""`ffserve status` shows at most so many jobs, rows of other tables, and lines of the log."""
 WIDTH = 80
-"""Columns of a terminal that does not tell."""
+"""The width of a terminal that does not report its own."""
 UNBOUNDED = 10_000
-"""Columns elsewhere, where nothing is cut."""
+"""The width where the output is not a terminal: nothing is cut."""
 WAITED = 0.1
-"""The share of its time from which on it is shown why a job waits."""
+"""The reason is shown of a job that waits for at least this share of its time."""
 
 Row = TypeVar("Row")
 
@@ -268,7 +268,7 @@ def causes_table(jobs: Sequence[JobRow]) -> Table:
 
 
 def memory_table(rows: Sequence[MemoryRow], arena_size: int) -> Table:
-    """Return who keeps what."""
+    """Return how much memory each user has."""
     return table(
         [
             ("size", True), ("of the arena", True), ("guaranteed", True), ("policy", False),

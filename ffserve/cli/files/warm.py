@@ -14,14 +14,17 @@ from ffserve.config import format_size
 from ffserve.errors import FFServeError, ReadError, ServerUnavailable
 
 STEP_SIZE = 32 << 20
-"""Bytes, about, that are read at once."""
+"""About so many bytes are read at once."""
 STEP_COUNT = 4096
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What became of some files. rows: for JSON, one of each. text: for people. errors: of files or
-    samples. left: bytes that the store has no room for."""
+class WarmedFiles:
+    """The result of warming some files.
+
+    rows: for JSON, one per file. text: for people. errors: of files or samples. left: bytes that
+    the store has no room for.
+    """
 
     rows: list[dict[str, Any]]
     text: str
@@ -74,16 +77,16 @@ def warm(paths: tuple[str, ...], socket: str | None, as_json: bool) -> int:
     return exit_code_of_all(error.code for error in errors) or int(left > 0)
 
 
-def _remote(paths: list[str], socket: str | None, daemon: dict[str, Any] | None) -> Outcome:
+def _remote(paths: list[str], socket: str | None, daemon: dict[str, Any] | None) -> WarmedFiles:
     if daemon is not None and daemon["store"]["directory"]:
         try:
             return _through_daemon(paths, socket, daemon)
         except ReadError as error:
-            click.echo(f"without the daemon: {error}", err=True)
+            click.echo(f"the daemon is not used: {error}", err=True)
     return _into_own_store(paths)
 
 
-def _through_daemon(paths: list[str], socket: str | None, daemon: dict[str, Any]) -> Outcome:
+def _through_daemon(paths: list[str], socket: str | None, daemon: dict[str, Any]) -> WarmedFiles:
     """Read files in order, as a job that has announced this. Raises: as `ffserve.open`."""
     import numpy as np
 
@@ -120,10 +123,10 @@ def _through_daemon(paths: list[str], socket: str | None, daemon: dict[str, Any]
     words += [f"{format_size(in_memory)} in the memory of the daemon"]
     words += [f"the store has no room for {format_size(left)}"] * bool(left)
     words += [f"{counted(len(errors), 'failed sample')}"] * bool(errors)
-    return Outcome(rows, "; ".join(words), errors, left)
+    return WarmedFiles(rows, "; ".join(words), errors, left)
 
 
-def _into_own_store(paths: list[str]) -> Outcome:
+def _into_own_store(paths: list[str]) -> WarmedFiles:
     """Fetch files into the store of this user."""
     from ffserve.store.warming import warm_up
 
@@ -145,4 +148,4 @@ def _into_own_store(paths: list[str]) -> Outcome:
     words[0] += f", {format_size(sum(each.size for each in done))}"
     words += [f"{format_size(sum(each.fetched for each in done))} fetched"]
     words += [f"the store has no room for {format_size(left)}"] * bool(left)
-    return Outcome(rows, "; ".join(words), errors, left)
+    return WarmedFiles(rows, "; ".join(words), errors, left)

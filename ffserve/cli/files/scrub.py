@@ -7,18 +7,18 @@ import time
 
 import click
 
+from ffserve.cli.files.record_files import files_of
+from ffserve.cli.files.verify import check_files
 from ffserve.cli.options import format_option, json_option, socket_option
-from ffserve.cli.record_files import files_of
-from ffserve.cli.verify import check_files
 from ffserve.config import parse_size
 from ffserve.errors import ServerUnavailable, UsageError
 
 LOOK_S = 1.0
-"""Between two looks whether the daemon is asked for samples."""
+"""Seconds between two checks whether the daemon has requests."""
 
 
 class _Pace:
-    """Pauses after what was read: for the rate, and while the daemon has requests."""
+    """Pauses between reads: to keep the rate, and while the daemon has requests."""
 
     def __init__(self, rate: int, socket: str | None) -> None:
         self._rate = rate
@@ -35,7 +35,7 @@ class _Pace:
                 time.sleep(LOOK_S)
 
     def _idle(self) -> bool:
-        """Whether nothing was asked for since the last look, or there is no daemon."""
+        """Whether the daemon had no request since the last check, or there is no daemon."""
         from ffserve.client import connection
 
         self._looked_at = time.monotonic()
@@ -69,7 +69,7 @@ def scrub(
     """
     speed = parse_size(rate)
     if not speed:
-        raise UsageError(f"--rate: expected a size above 0, not {rate!r}")
+        raise UsageError(f"--rate is {rate!r}, but must be a size above 0")
     if files:
         paths = files_of(files, format_name)
     else:

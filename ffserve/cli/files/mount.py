@@ -102,7 +102,7 @@ def _serve(
 
 
 def _leave_terminal() -> None:
-    """Keep no terminal, pipe or file system busy."""
+    """Detach from the terminal, from pipes and from the file system of the working directory."""
     os.chdir("/")
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.cli import EXIT_BAD_DATA, exit_code_of_all, report
+from ffserve.cli.files.record_files import files_of
 from ffserve.cli.options import format_option, json_option
-from ffserve.cli.record_files import files_of
 from ffserve.cli.terminal import counted, histogram, print_facts, print_json
 from ffserve.config import format_size
 from ffserve.errors import FFServeError, UsageError, printable
@@ -26,7 +26,7 @@ CHECKSUMS = {0: "none", 1: "CRC-32 of every sample", 2: "CRC-32C of every sample
 
 
 @dataclass(frozen=True)
-class _Tables:
+class _FileTables:
     """The tables of one file, and the number of names if it is a packed folder."""
 
     shard: Shard
@@ -35,7 +35,7 @@ class _Tables:
     names: int | None
 
 
-def _load(path: str, format_name: str | None) -> _Tables:
+def _load(path: str, format_name: str | None) -> _FileTables:
     """Read and check the tables of a file."""
     from ffserve.disk.files import open_regular, os_error, read_at_of
     from ffserve.disk.shardfile import open_shard
@@ -53,7 +53,7 @@ def _load(path: str, format_name: str | None) -> _Tables:
         os.close(fd)
 
 
-def _load_remote(url: str, format_name: str | None) -> _Tables:
+def _load_remote(url: str, format_name: str | None) -> _FileTables:
     from ffserve.store.fetching import identity_of
     from ffserve.store.opening import parsed
     from ffserve.store.ranges import RangedObject
@@ -63,13 +63,13 @@ def _load_remote(url: str, format_name: str | None) -> _Tables:
     return _tables(parsed(read_at, opened.size, opened.shown, format_name), read_at, opened.shown)
 
 
-def _tables(shard: Shard, read_at: ReadAt, path: str) -> _Tables:
+def _tables(shard: Shard, read_at: ReadAt, path: str) -> _FileTables:
     offsets, lengths = np.empty(shard.count, np.uint64), np.empty(shard.count, np.uint64)
     shard.load(offsets, lengths, np.empty(shard.count, np.uint32))
     names = None
     if shard.format == "ffrecord" and shard.count and offsets[-1] + lengths[-1] <= shard.size:
         names = _count_names(read_at, path, int(offsets[-1]), int(lengths[-1]), shard.count - 1)
-    return _Tables(shard, offsets, lengths, names)
+    return _FileTables(shard, offsets, lengths, names)
 
 
 def _count_names(read_at: ReadAt, path: str, offset: int, size: int, count: int) -> int | None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 EXIT_ERRORS, EXIT_WARNINGS = 1, 4
 TIMEOUT_S = 30.0
-"""For all checks together. A directory service, for instance, may never name a group."""
+"""All checks together may take this long. A directory service, for instance, may never answer."""
 
 
 @click.command()

@@ -12,8 +12,8 @@ import click
 import numpy as np
 
 from ffserve.cli import report
+from ffserve.cli.files.record_files import folders_of
 from ffserve.cli.options import format_option, json_option
-from ffserve.cli.record_files import folders_of
 from ffserve.cli.terminal import write_json_rows, write_lines
 from ffserve.dataset.layout import outside
 from ffserve.errors import FFServeError, printable
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ffserve.folders.folder_index import Folder
 
 STEP_COUNT = 16_384
-"""Samples that are listed at a time; the sizes of samples in chunks are read for it."""
+"""So many samples are listed at a time, since the sizes of samples in chunks must be read."""
 
 
 class _Row(NamedTuple):

@@ -23,11 +23,11 @@ from ffserve.disk.files import wrap_os_error
 from ffserve.errors import AccessDenied, FFServeError, UsageError
 
 GROUP = "ffserve"
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 _SOURCES = next(p / "systemd" for p in (_PACKAGE, _PACKAGE.parent) if (p / "systemd").is_dir())
 """In an installed package the units are inside of it; in a checkout they stand beside it."""
 _PROGRAM = "/opt/ffserve/bin/ffserve"
-"""The program in the texts of the units."""
+"""The units name this program; `units` replaces it."""
 _UNITS = Path("usr/local/lib/systemd/system")
 _SYSUSERS = Path("usr/local/lib/sysusers.d/ffserve.conf")
 _SETTINGS = Path("etc/ffserve")
@@ -35,9 +35,9 @@ _ADMINISTRATORS = Path("etc/systemd/system")
 _MOUNT = "ffserve-mount@.service"
 _NAMES = ("ffserve.service", "ffserve.socket", "ffserve@.service", "ffserve@.socket", _MOUNT)
 _ALL = ("ffserve[.]socket", "ffserve@*.socket", "ffserve[.]service", "ffserve@*.service")
-"""Patterns, so that units that are not loaded are no error."""
+"""These are patterns, so that units that are not loaded are not an error."""
 _MOUNTS = "ffserve-mount@*.service"
-"""An upgrade leaves them alone: programs have files of theirs open."""
+"""An upgrade does not restart views: programs have files of theirs open."""
 _HIDDEN = ("/home", "/root", "/run/user")
 """Directories that ProtectHome= hides from the service."""
 
@@ -159,7 +159,7 @@ def _program(live: bool) -> str:
     program = Path(sys.prefix) / "bin" / "ffserve"
     if not program.exists():
         raise UsageError(
-            "there is no such program: the service needs one",
+            "the service needs this program, which does not exist",
             path=str(program),
             hint="install ffserve with pip in a virtual environment, such as /opt/ffserve",
         )

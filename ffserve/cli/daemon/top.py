@@ -23,7 +23,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ffserve.cli import FloatRange, screen
+from ffserve.cli import FloatRange
+from ffserve.cli.daemon import screen
 from ffserve.cli.options import socket_option
 from ffserve.cli.terminal import BARS, duration
 from ffserve.client.connection import Connection
@@ -33,18 +34,18 @@ from ffserve.system.socket_path import find_socket
 
 LEAST_INTERVAL_S, MOST_INTERVAL_S = 0.2, 3600.0
 GRAPH, JOB_GRAPH = 24, 8
-"""Columns of the graphs: of the daemon, of each job."""
+"""The graphs of the daemon and of each job have so many columns."""
 WIDE, WIDEST = 100, 120
-"""Columns of the terminal from which on more is shown of each job."""
+"""On a terminal of at least so many columns, more is shown of each job."""
 EXIT_TERMINATED = 128 + signal.SIGTERM
 _SEQUENCE = re.compile(r"\x1b(\[[\d;]*.|O.)?")
-"""What arrows and the like send."""
+"""The escape sequences of arrow keys and the like."""
 
 SortKey: TypeAlias = Callable[[JobRow], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class Sorting:
     """An order of jobs. key: of the keyboard. first: the smallest comes first."""
 
     key: str
@@ -52,14 +53,14 @@ class Order:
 
 
 ORDERS = {
-    "rate": Order("s", lambda job: -job.per_s),
-    "hits": Order("h", lambda job: 2.0 if job.hit_rate_now is None else job.hit_rate_now),
-    "disk": Order("d", lambda job: -job.read_per_s),
-    "memory": Order("m", lambda job: -job.memory),
-    "waits": Order("w", lambda job: -job.waited),
-    "end": Order("e", lambda job: float("inf") if job.ends_s is None else job.ends_s),
-    "user": Order("u", lambda job: screen.user_name(job.user)),
-    "name": Order("n", lambda job: job.label),
+    "rate": Sorting("s", lambda job: -job.per_s),
+    "hits": Sorting("h", lambda job: 2.0 if job.hit_rate_now is None else job.hit_rate_now),
+    "disk": Sorting("d", lambda job: -job.read_per_s),
+    "memory": Sorting("m", lambda job: -job.memory),
+    "waits": Sorting("w", lambda job: -job.waited),
+    "end": Sorting("e", lambda job: float("inf") if job.ends_s is None else job.ends_s),
+    "user": Sorting("u", lambda job: screen.user_name(job.user)),
+    "name": Sorting("n", lambda job: job.label),
 }
 BY_KEY = {order.key: name for name, order in ORDERS.items()}
 
@@ -105,7 +106,7 @@ def top(socket: str | None, interval: float, sort: str) -> int:
 
 
 def _watch(board: Board, live: Live, daemon: Watched, keyboard: Keyboard, interval_s: float) -> int:
-    """Show the daemon until the user has enough of it; return the exit code."""
+    """Show the daemon until the user quits; return the exit code."""
     due = time.monotonic() + interval_s
     while True:
         live.update(board.shown(), refresh=True)
@@ -190,7 +191,7 @@ class Keyboard:
             os.close(fd)
 
     def end(self, code: int) -> None:
-        """A signal has come: let `wait` return. Called in its handler."""
+        """Let `wait` return; the handler of a signal calls this."""
         self.ended = code
         os.write(self._wake[1], b".")
 

@@ -1,0 +1,1 @@
+"""Commands about the daemon: run it, install it, watch it, change it, stop it, find its faults."""

@@ -1,0 +1,1 @@
+"""Commands that take record files: to read, check, make, convert, fetch and mount them."""

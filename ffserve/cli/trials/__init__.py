@@ -1,0 +1,1 @@
+"""Commands that try ffserve out: a demonstration, a measurement, a simulation."""
