@@ -34,7 +34,7 @@ MIN_ARENA_SIZE = 1 << 20
 MIN_DEFAULT_ARENA_SIZE = 64 << 20
 MIN_STORE_SIZE = 32 << 20
 TABLES = ("store",)
-"""Tables of the file; a key in one is named after both, such as store.size."""
+"""The tables of the file. A key in a table is named after both, such as store.size."""
 HUGE_PAGE_SIZE = 2 << 20
 
 EngineName = Literal["auto", "registered", "uring", "aio", "threads"]
@@ -60,8 +60,8 @@ REMOVED = {
     "payload": "samples go through shared memory only, and a process that cannot map it reads "
     "files by itself",
 }
-"""Keys of earlier releases, which are ignored, and what holds instead. An operator wants the daemon
-to start after an upgrade, and to say so."""
+"""Keys of earlier releases, and what holds instead of each. The daemon ignores them with a warning,
+so that it starts after an upgrade."""
 
 # --------------------------------------------------------------------------- sizes
 
@@ -84,7 +84,9 @@ def parse_size(size: str | int) -> int:
     Raises:  UsageError: negative, not a number, or an unknown unit.
     """
     if isinstance(size, bool) or not isinstance(size, (int, str)):
-        raise UsageError(f"invalid size {size!r}", hint="such as 4GiB, 512M, 1.5GB or 65536")
+        raise UsageError(
+            f"invalid size {size!r}", hint="write a size such as 4GiB, 512M, 1.5GB or 65536"
+        )
     if isinstance(size, int):
         if size < 0:
             raise UsageError(f"invalid size {size}: it is negative")
@@ -92,7 +94,9 @@ def parse_size(size: str | int) -> int:
     match = _SIZE.fullmatch(size)
     factor = _UNITS.get(match[2].lower()) if match else None
     if match is None or factor is None:
-        raise UsageError(f"invalid size {size!r}", hint="such as 4GiB, 512M, 1.5GB or 65536")
+        raise UsageError(
+            f"invalid size {size!r}", hint="write a size such as 4GiB, 512M, 1.5GB or 65536"
+        )
     number = match[1]
     return int(float(number) * factor) if "." in number else int(number) * factor
 
@@ -225,7 +229,7 @@ def split_address(text: str) -> str | tuple[str, int]:
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UsageError(
             f"expected HOST:PORT or the path of a socket, not {text!r}",
-            hint="such as 127.0.0.1:9469, [::1]:9469, 0.0.0.0:9469 or /run/ffserve/http.sock",
+            hint="write for example 127.0.0.1:9469, [::1]:9469 or /run/ffserve/http.sock",
         )
     return host, int(port)
 
@@ -246,7 +250,7 @@ def _parse_mode(value: Any) -> int:
     if isinstance(mode, bool) or not isinstance(mode, int) or not 0 <= mode <= 0o777:
         raise UsageError(
             f"expected permission bits in octal, such as 0660, not {value!r}",
-            hint='in TOML write 0o660 or "0660"',
+            hint='write 0o660 or "0660" in TOML',
         )
     return mode
 
@@ -316,7 +320,8 @@ def _parse_origins(value: Any) -> tuple[str, ...]:
     for name in names:
         if not isinstance(name, str) or _ORIGIN.fullmatch(name) is None:
             raise UsageError(
-                f"invalid origin {name!r}", hint="such as s3://bucket or https://example.org"
+                f"invalid origin {name!r}",
+                hint="write for example s3://bucket or https://example.org",
             )
     return tuple(names)
 

@@ -25,32 +25,37 @@ from ffserve.errors import BY_CODE, FFServeError, ProtocolError
 
 VERSION = 2
 VERSIONS = (VERSION,)
-"""What this release speaks, the newest first: its version, and the one before from 2 on. Version 1
-had no access by descriptor."""
+"""The versions that this release speaks, the newest first: its own, and the one before it, from 2
+on. Version 1 had no access by descriptor."""
 MAX_FRAME_SIZE = 16 * 1024 * 1024
-"""Bytes of a body: enough for an OPEN of 100,000 paths, and a bound for a false size."""
+"""A body has at most so many bytes. That is enough for an OPEN of 100,000 paths, and bounds a false
+size."""
 MAX_MESSAGE_SIZE = 1024 * 1024
-"""Bytes of a body from a client, except OPEN."""
+"""A body from a client has at most so many bytes, except that of OPEN."""
 MAX_LIST_COUNT = 262_144
-"""Values in a list of an OPEN."""
+"""A list of an OPEN has at most so many values."""
 FEW_VALUES = 64
-"""Values in other lists and maps of a client's message that is larger than STEP_SIZE."""
+"""Other lists and maps have at most so many values if the client's message is larger than
+STEP_SIZE."""
 STEP_SIZE, STEP_COUNT = 16_384, 512
-"""Bytes of a body that are decoded at once; values of a list."""
+"""A decoder handles so many bytes of a body, or values of a list, in one step."""
 MAX_CONTAINERS = 16_384
-"""Lists and maps in a frame; decoded, each takes much more memory than its bytes."""
+"""A frame has at most so many lists and maps. When it is decoded, each takes much more memory than
+its bytes."""
 MAX_GET_COUNT = 65_536
-"""Indices in one GET or LEASE; a client splits what is larger."""
+"""A GET or LEASE has at most so many indices; a client splits a larger request."""
 MOST_TITLE, MOST_COMMAND = 64, 256
-"""Characters of the name and the command that HELLO tells people of a job."""
+"""HELLO describes a job to people with a name and a command of at most so many characters."""
 MOST_REQUESTS = 64
-"""GETs and LEASEs of one session without an answer; the client delays further ones."""
+"""A session has at most so many GETs and LEASEs without a reply; its client delays further ones."""
 MOST_FILES = 253
-"""Descriptors with one FILES: the most that Linux passes with one message (SCM_MAX_FD)."""
+"""A FILES passes at most so many descriptors, the limit of Linux for one message (SCM_MAX_FD)."""
 EVERY = "*"
-"""Among the protocols of WELCOME: the daemon fetches by every protocol, for its own user."""
+"""If this is among the protocols of WELCOME, the daemon fetches by every protocol, for its own
+user."""
 MOST_TEXT = 8192
-"""Characters of a text in an error. It may quote a message of the peer, of up to MAX_FRAME_SIZE."""
+"""A text in an error has at most so many characters. It may quote a message of the peer, which has
+up to MAX_FRAME_SIZE bytes."""
 
 _HEADER = struct.Struct("<I")
 _FILE_NAMES = "surrogateescape"
@@ -440,14 +445,15 @@ FROM_SERVER = (
 )
 
 READABLE, YOURS, ELSEWHERE, UNSHARED = range(4)
-"""The states of samples in CLAIMED: it is in memory; prepare it and PUT it; another session
-prepares it; prepare it for yourself."""
+"""The states of samples in CLAIMED: the sample is in memory; the client shall prepare it and PUT
+it; another session prepares it; the client shall prepare it for itself."""
 KEY_SIZE = 32
-"""Bytes of the key in PREPARE."""
+"""The key in PREPARE has so many bytes."""
 MOST_CLAIMED = 1024
-"""Samples in one CLAIM or PUT: half a millisecond of the daemon's loop."""
+"""A CLAIM or PUT has at most so many samples, which take half a millisecond of the daemon's
+loop."""
 MOST_PREPARED_SIZE = (1 << 32) - 1
-"""Bytes of one prepared sample."""
+"""A prepared sample has at most so many bytes."""
 
 RECORD_FILE, INDEX_FILE = 0, 1
 """The kinds of descriptors in FILES."""
@@ -527,7 +533,7 @@ _HOW: dict[str, Any] = {
     "use_list": True,
     "ext_hook": _no_extension,
 }
-"""How bodies are decoded."""
+"""The options with which msgpack decodes bodies."""
 
 
 class Decoder:

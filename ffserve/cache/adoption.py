@@ -23,9 +23,10 @@ from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT, Slabs
 _STATE = 0x7F
 """The bits of a state without the mark that a look-up may have left (memory/slots.c: SEEN)."""
 _CHUNKED_SHIFT = 40
-"""Blocks of chunks are not known yet."""
+"""The shift of a shard whose records are in chunks: its blocks are not known before it is
+opened."""
 _PART = 65_536
-"""Slots whose blocks are computed together."""
+"""The blocks of so many slots are computed together."""
 
 
 class Adopted:

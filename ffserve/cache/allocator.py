@@ -29,16 +29,17 @@ from ffserve.dtypes import Bools, Floats, Int64s
 from ffserve.engine.slots import FAILED, LOADING, RESIDENT, Slots
 
 STEAL_WINDOW = 256
-"""Slabs examined together when one has to be emptied."""
+"""If a slab must be emptied, so many slabs are compared."""
 
 MOST_LOOKED_AT = 65_536
-"""Slots, or samples, examined together: 1 to 6 ms."""
+"""So many slots or samples are examined together, which takes 1 to 6 ms."""
 
 GIVING_PAUSE_S = 2e-6
-"""Pause per slot after all slots were examined in vain, which takes 40 ns for each."""
+"""After all slots were examined in vain, at 40 ns each, the search pauses for so long per slot."""
 
 RETIRE_WINDOW = 16
-"""Slabs emptied together when the arena shrinks: 5 ms with slots of 4 KiB."""
+"""When the arena shrinks, so many slabs are emptied together, which takes 5 ms with slots of
+4 KiB."""
 
 Retract: TypeAlias = Callable[[Int64s, Int64s, Int64s, Int64s], None]
 """Make blocks unreadable: firsts, counts, slot offsets, slot sizes. After it returns, no reader

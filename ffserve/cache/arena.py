@@ -43,7 +43,7 @@ OWN_CLASSES = 16
 OWN_GAIN = 1 / 64
 """A class is made for one size if a slab then holds more slots by this share at least."""
 LONGEST_RUN = 8
-"""Slabs in a run of slabs that is cut into slots, at most."""
+"""A run of slabs that is cut into slots has at most so many slabs."""
 RUN_SHARE = 16
 """Such a run has at most 1 part in RUN_SHARE of the arena."""
 RUN_WASTE = 1 / 256
@@ -51,7 +51,7 @@ RUN_WASTE = 1 / 256
 
 _FREE = -1
 _RETIRED = -3
-"""The class of slabs beyond the size."""
+"""The class of slabs that are beyond the present size of the arena."""
 _ALL = slice(None)
 _NO_SLOTS: Int64s = np.zeros(0, np.int64)
 

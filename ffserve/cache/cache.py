@@ -31,10 +31,10 @@ from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT, Slots
 from ffserve.errors import STATUS_TOO_LARGE, Failure
 
 FITTED, FITTED_OF_EACH = 4096, 64
-"""Blocks that are examined for being all of one size: of all shards that are opened together, and
-at least of each."""
+"""So many blocks are examined for being all of one size: of all shards that are opened together,
+and of each shard at least."""
 ONE_SIZE = 31 / 32
-"""They are if their mean size is at least this part of the largest."""
+"""Blocks count as all of one size if their mean size is at least this part of the largest."""
 
 MOST_LOADS = (1 << 31) - 1
 """The highest number of a load; the next one is 1."""

@@ -43,7 +43,8 @@ the directory, the index, the sizes of slots."""
 NAME = "ffserve-inventory"
 
 SERVING, IN_DOUBT = 1, 2
-"""The states of a daemon in the header; in doubt: it ended since its tables may be wrong."""
+"""The states of a daemon in the header. A daemon is in doubt if it ended because its tables may be
+wrong."""
 
 HEADER = np.dtype(
     [
@@ -175,11 +176,11 @@ class Inventory:
         """
         file = MemoryFile.adopted(NAME, fd, size)
         if size < mmap.PAGESIZE:
-            raise ReadError(f"the inventory has only {size} bytes")
+            raise ReadError(f"the inventory has {size} bytes, fewer than its header needs")
         with mmap.mmap(fd, mmap.PAGESIZE, access=mmap.ACCESS_READ) as page:
             header = np.frombuffer(bytes(page), HEADER, 1)[0]
         if int(header["magic"]) != MAGIC:
-            raise ReadError("the inventory does not begin as one")
+            raise ReadError("the memory is not an inventory: it begins with other bytes")
         if int(header["layout"]) != LAYOUT:
             raise ReadError(
                 f"the memory has layout version {header['layout']}, this version of ffserve has "

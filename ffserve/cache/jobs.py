@@ -20,29 +20,30 @@ from ffserve.engine.slots import mark
 from ffserve.limits import MOST_EPOCHS
 
 MOST_ADVANCED = 65_536
-"""Positions that a job advances at once; the loop of the daemon serves others in between."""
+"""A job advances by at most so many positions in one step, so that the daemon's loop serves others
+in between."""
 PACE_S = 20.0
-"""Time constant of the average pace."""
+"""The pace of a job is an average that fades with this time constant."""
 UNKNOWN_PACE = 1000.0
-"""Samples per second assumed of a job without progress yet."""
+"""A job that has made no progress yet is assumed to read so many samples per second."""
 ASLEEP_S = 10.0
 """A job without progress for so long, and for a tenth of its epoch, is inactive."""
 REFRESH = 256
-"""How often per epoch the times of parts are computed anew."""
+"""The times of parts are computed anew so many times per epoch."""
 AHEAD_SHARE, AHEAD = 0.06, 8192
 """How far from its position a job may request samples, as a share of the epoch or in samples: its
 workers run ahead."""
 LOOKED_AT = 256
-"""Requested samples after which it is decided whether a job keeps to its order."""
+"""After so many requested samples it is decided whether a job keeps to its order."""
 REPEATS = 0.05
 """A silent job that repeats a larger share of its samples in an epoch draws with replacement."""
 FEW = 64
 NEARBY = 512
 FADE = 0.98
-"""Factor by which a step or lead decays with each report."""
+"""A step or a lead is multiplied by this factor with each report."""
 
 USUAL = 16
-"""Reports over which the usual step is a mean, as it fades."""
+"""The usual step is a fading mean over about so many reports."""
 
 Table = tuple[AnnouncedOrder, Floats]
 _NONE: Int64s = np.zeros(0, np.int64)

@@ -21,13 +21,14 @@ from ffserve.errors import UsageError
 from ffserve.limits import LEAST_ORDERS_SIZE
 
 USUAL_MISS_S = 1 / (500 << 20)
-"""Seconds in which a disk reads a byte, before that is known."""
+"""Until the speed of the disk is known, it is assumed to read a byte in so many seconds."""
 
 FEW_JOBS = 4
 """The silent jobs of a group with more jobs than this are not evaluated anew for every search, at
 2 us per job."""
 MOMENTS, LONGEST_MOMENT_S = 64, 0.1
-"""Instead, this many times in the rest of the epoch that ends first, and at least so often."""
+"""These jobs are evaluated anew so many times in the rest of the epoch that ends first, and at
+least once in LONGEST_MOMENT_S."""
 
 
 class Group:

@@ -38,21 +38,22 @@ from ffserve.engine.slots import MIXED, NO_KEY, Residents, by_key
 NONE = NO_KEY
 FAR, READY, STALE, EXPENDABLE, IDLE = 1 << 58, 1 << 59, 1 << 60, 1 << 61, 1 << 62
 FEW = 256
-"""Entries from which on a bucket is purged of those that moved, before it grows."""
+"""A bucket with at least so many entries is purged of those that have moved before it grows."""
 SMALLEST_BUCKET = 128
-"""Initial capacity of a bucket, in slots: the samples of a turn, of which many are expendable."""
+"""A bucket has room for so many slots at first: those of one turn, of which many are expendable."""
 
 BUCKETS_PER_EPOCH = 64
-"""Parts of an epoch that keys distinguish."""
+"""Keys distinguish so many parts of an epoch."""
 SLACK = 2
-"""Parts of an epoch by which a victim may be wanted earlier than estimated."""
+"""A victim may be wanted earlier than estimated, by so many parts of an epoch."""
 UNSORTED_SHARE = 128
 """Stale residents are examined when they are one part in this many, so that it is done in bulk."""
 MOST_UNSORTED = 4096
 READY_SHARE, MOST_READY = 96, 4096
-"""Surplus victims of a search: at most one part in READY_SHARE of the residents."""
+"""A search keeps surplus victims for the next one: at most 1 part in READY_SHARE of the residents,
+and at most MOST_READY."""
 MOST_LOOKED_AT = 4096
-"""Residents that one search examines at most, before it takes what it has found."""
+"""A search examines at most so many residents before it takes what it has found."""
 
 Usable: TypeAlias = Callable[[Int64s], Bools]
 """Return which of these slots can be evicted now."""

@@ -23,13 +23,14 @@ from ffserve.errors import SampleIndexError, UsageError
 from ffserve.limits import MOST_VISITS
 
 PARTS = 250
-"""Parts of an epoch, numbered from 1; 0 in a table: the sample does not come (any more)."""
+"""An epoch has so many parts, numbered from 1. A 0 in a table means that the sample does not come,
+or not any more."""
 PIECE = 65_536
-"""Positions that are held, and dropped, together."""
+"""Positions are held and dropped in pieces of this size."""
 _FEW = 1 << 20
 
 STEP_COUNT, STEP_SIZE = 16_384, 1 << 20
-"""Positions of an order, and bytes of its table, that one step of a long calculation handles."""
+"""One step of a long calculation handles so many positions of an order, or bytes of its table."""
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]

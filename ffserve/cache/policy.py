@@ -43,13 +43,13 @@ from ffserve.dtypes import Floats, Int32s, Int64s
 from ffserve.engine.slots import MIXED
 
 MOST_LOOKED_AT = 65_536
-"""Residents that one search examines at most, before it takes what it has found."""
+"""A search examines at most so many residents before it takes what it has found."""
 ADVANTAGE = 1.25
-"""By which factor a resident of another group must be wanted later to be evicted."""
+"""A resident of another group is evicted only if it is wanted later by this factor."""
 
 LOOK_FOR_SURPLUS, LOOKS = 8, 8
-"""Every how many searches the expendable residents that are not needed are counted, and after how
-many counts the smallest of these is what can be kept."""
+"""Expendable residents that no search needed are counted after every LOOK_FOR_SURPLUS searches; the
+smallest of LOOKS counts is the number that can be kept."""
 
 _NO_SLOTS: Int64s = np.zeros(0, np.int64)
 

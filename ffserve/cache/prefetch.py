@@ -29,9 +29,9 @@ from ffserve.dtypes import Int64s
 from ffserve.reads.windows import window_ends
 
 PIECE_COUNT = 128
-"""Samples in one piece, at most."""
+"""A piece has at most so many samples."""
 LONGEST_PIECE = 1024
-"""A piece that is in memory already doubles the size of the next one, up to this, since following
+"""If a piece is in memory already, the next one is twice as large, up to this size, since following
 an order costs more in short pieces."""
 JOB_SHARE = 100
 """Prefetched samples of one job take at most 1 part in JOB_SHARE of the arena, but two batches at
@@ -46,32 +46,34 @@ with every piece that is read."""
 FIRST_STEP = 32
 """Samples in a batch of a job that has not reported a position yet."""
 PIECES = 4
-"""A window is read, and given up, in at least so many pieces."""
+"""A window is read in at least so many pieces, and its memory is given up in as many."""
 SMALLEST_PIECE = 8
 MOST_LOOKED_AT = 64
-"""Jobs of which the most urgent is served; with more, these are others each time."""
+"""One search compares so many jobs and serves the most urgent one. If there are more jobs, the next
+search looks at others."""
 RETRY_S = 0.02
-"""Pause after the arena had no room."""
+"""After the arena had no room, the prefetcher pauses for so long."""
 LOOK = 65_536
 """Samples of a data set that are checked together for being in memory. When all of them are, its
 orders need not be followed until something is evicted."""
 SAMPLE_SIZE = 64 * 1024
-"""Assumed size of the samples of a job before the first is read."""
+"""Until the first sample of a job is read, its samples are assumed to have this size."""
 WINDOWS_AHEAD = 2.5
-"""Windows of a windowed order that are prefetched: that in use, the next, and the beginning of the
-one after it, so that the disk does not wait for a report of the position."""
+"""So many windows of a windowed order are prefetched: the one in use, the next, and the beginning
+of the one after it, so that the disk does not wait for a report of the position."""
 WINDOW_SHARE = 3
-"""They, and the rest of what is prefetched, take at most 1 part in WINDOW_SHARE."""
+"""These windows and all other prefetched samples take at most 1 part in WINDOW_SHARE of the
+arena."""
 WINDOW_LOOK = 1 << 17
-"""How far a window is looked for, in samples: 2 ms."""
+"""The end of a window is searched for within so many samples, which takes 2 ms."""
 WINDOW_LEAST_SIZE = 4 << 20
-"""Smaller windows, in bytes, are read several together."""
+"""Several windows that have fewer bytes than this are read as one."""
 WINDOW_PIECE_SIZE = 2 << 20
-"""Bytes of a window in one piece, at most."""
+"""A piece of a window has at most so many bytes."""
 WINDOW_SAMPLE_SIZE = 32 * 1024
-"""Larger samples are read singly at the full speed of a disk."""
+"""Samples of more bytes than this are read singly: a disk reaches its full speed with them."""
 SAMPLED = 256
-"""Samples of an order from which their mean size is estimated."""
+"""The mean size of an order's samples is estimated from so many of them."""
 
 
 _NONE: Int64s = np.zeros(0, np.int64)

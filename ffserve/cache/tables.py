@@ -28,17 +28,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from ffserve.dtypes import Bools, Int32s, Int64s, UInt32s, UInt64s
+from ffserve.engine.shm import ENTRY_DTYPE
 from ffserve.engine.slots import Shards
 from ffserve.errors import ReadError
 from ffserve.formats.base import UNKNOWN_LENGTH, ChunkedShard
 from ffserve.system.memfd import MemoryFile, SharedMemory, discard_zeros, private_zeros
 
-ENTRY_DTYPE = np.dtype([("seq", "<u4"), ("length_low", "<u4"), ("place", "<u8")])
 CAPACITY = 1 << 32
-"""Samples of all open shards: 64 + 48 GiB of address space, and no memory until it is used."""
+"""The tables have room for so many samples of open shards. They take 64 + 48 GiB of address space,
+and no memory until it is used."""
 _SMALLEST_CAPACITY = 1 << 22
 REGION_UNIT = mmap.PAGESIZE // 4
-"""Numbers whose checksums take a page: regions of domains begin and end at multiples of that."""
+"""The checksums of so many numbers take a page. Regions of domains begin and end at multiples of
+it."""
 SMALLEST_REGION = 64 * REGION_UNIT
 
 SMALL_RECORD_SIZE = 2048
@@ -50,7 +52,7 @@ LARGEST_SHARED_BLOCK = 65_536
 """The records of a shared block larger than this (one huge among tiny ones) are read singly."""
 
 SHARD = 5
-"""The row of shards in a table of blocks."""
+"""In a table of blocks, this row has the shards."""
 
 
 class NumberRuns:

@@ -21,7 +21,8 @@ CRC_32: int = lib.FFS_CRC_32
 CRC_32C: int = lib.FFS_CRC_32C
 
 _FIRST_ROOM = 64
-"""Rows of a table at first; it doubles. A small file keeps no more memory than it needs."""
+"""A table has so many rows at first, and doubles: a small file takes no more memory than it
+needs."""
 
 
 def checksum(kind: int, data: Any, seed: int = 0) -> int:

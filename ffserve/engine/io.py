@@ -543,12 +543,13 @@ class DirectReply:
 # ---- merging reads -----------------------------------------------------------------------------
 
 MERGED_SIZE = 120 * 1024
-"""Bytes from the start of a merged read within which its extents begin. Half a bounce buffer
-(FFS_BOUNCE_SIZE in reading/backend.h), so that the read, with its last extent and the alignment,
-fits into one. Disks reach full speed at about 64 KiB per read."""
+"""The extents of a merged read begin within so many bytes of its start. That is half a bounce
+buffer (FFS_BOUNCE_SIZE in reading/backend.h), so that the read, with its last extent and the
+alignment, fits into one. Disks reach full speed at about 64 KiB per read."""
 MERGED_GAP = 4096
-"""Bytes between neighbours that are read and dropped, at most: so much is over-read per record. The
-framing of the formats takes below 100 bytes, and reading a page costs less than another read."""
+"""Neighbours are merged if at most so many bytes lie between them; these bytes are read and
+dropped. The framing of the formats takes below 100 bytes, and reading a page costs less than
+another read."""
 
 
 def merge_reads(
@@ -635,9 +636,9 @@ def _reads_aligned(fd: int, alignment: int) -> bool:
 
 
 _proven: set[tuple[int, int]] = set()
-"""Devices and alignments at which a read succeeded."""
+"""The devices and alignments at which a read has succeeded."""
 _switching = threading.Lock()
-"""Of O_DIRECT, in `buffered`."""
+"""Held while `buffered` switches O_DIRECT off."""
 SWITCHING_TIMEOUT_S = 1.0
 
 
@@ -803,7 +804,7 @@ def _reason(rc: int) -> str:
 
 
 _TRIAL_SIZE = 128 * 1024
-"""Size of the file that is read: large enough to use a registered buffer."""
+"""The file of the trial has this size, so that reading it uses a registered buffer."""
 
 
 @functools.cache
@@ -845,7 +846,7 @@ def probe() -> list[Kind]:
 
 
 _refused: dict[Kind, str] = {}
-"""Why a kind that passed its trial could not be opened: the trial is small."""
+"""Kinds that passed their trial and could not be opened, with the reason: the trial is small."""
 
 
 def _open_engine(kind: Kind | Literal["auto"], depth: int, threads: int) -> tuple[Kind, Any]:

@@ -371,12 +371,12 @@ def publish_run(
 # ---- memory that is kept -------------------------------------------------------------------------
 
 BLOCK_SIZE = 32 << 20
-"""Bytes from which on malloc maps a block anew; more is not allowed."""
+"""malloc maps every block of so many bytes anew. It does not allow a higher threshold."""
 SMALL_SIZE = BLOCK_SIZE - (64 << 10)
-"""Bytes up to which malloc keeps freed memory."""
+"""malloc keeps freed blocks of up to so many bytes."""
 MOST_KEPT = 512 << 20
-"""Bytes of the largest buffer that is kept for the next batch, and of free memory of a list's
-samples."""
+"""The largest buffer that is kept for the next batch has so many bytes; as much free memory of
+lists of samples is kept."""
 
 _asked = False
 _spare: list[mmap.mmap] = []

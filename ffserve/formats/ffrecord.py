@@ -52,7 +52,7 @@ _HEADER = struct.Struct("<Iq")
 _COUNT_MAX = (2**63 - 1 - _HEADER.size) // 12
 
 KEPT_COUNT = 4096
-"""Samples of a file whose tables are kept between `open` and `load`."""
+"""The tables of a file with at most so many samples are kept between `open` and `load`."""
 
 _U32 = np.dtype("<u4")
 _I64 = np.dtype("<i8")
@@ -185,7 +185,7 @@ class FFRecordShard:
         """
         for name, given in (("offsets", offsets), ("lengths", lengths), ("checksums", checksums)):
             if given.shape != (self.count,):
-                raise UsageError(f"{name} has shape {given.shape}, expected ({self.count},)")
+                raise UsageError(f"{name} has shape {given.shape}, but must have ({self.count},)")
         if self.count == 0:
             return
         found = self._tables

@@ -28,8 +28,9 @@ _MXNET_MAGIC = 0xCED7230A
 DIALECTS_BY_NUMBER = (PY, GO)
 """In the numbering of the C core."""
 _RECORDS_ALLOWED, _RECORDS_PER_BYTE = 1 << 20, 8
-"""Limits on the records of a file: a constant, plus a number per byte. Tables are allocated by what
-headers claim, and a few compressed bytes can decode to very many empty records."""
+"""A file may have _RECORDS_ALLOWED records, and _RECORDS_PER_BYTE for each of its bytes. Tables are
+allocated by what headers claim, and a few compressed bytes can decode to very many empty
+records."""
 _SEARCHED_AGAIN = 8
 """Searches for intact chunks read at most this many times the size of the file."""
 

@@ -67,17 +67,19 @@ SPAN_SIZE = 1 << 20
 """A chunk ends with the first record that makes it this large, in bytes of output."""
 READ_SIZE = 128 << 10
 PIECE_SIZE = 256 << 10
-"""Bytes of output that the pass looks at together."""
+"""The pass looks at so many bytes of output together."""
 RECORDS_ALLOWED, RECORDS_PER_BYTE = 1 << 20, 1
-"""Limit of the records of a file: a constant, plus a number per byte. Each record has a checksum of
-4 bytes, which do not compress unless records repeat."""
+"""A file may have RECORDS_ALLOWED records, and RECORDS_PER_BYTE for each of its bytes. Each record
+has a checksum of 4 bytes, which do not compress unless records repeat."""
 OUTPUT_ALLOWED, OUTPUT_PER_BYTE = 4 << 30, 128
-"""Limit of the output of a file: a constant, plus a number per byte. Deflate allows 1032, which no
-records of use come near; a pass over a small file could take hours."""
+"""A file may decode to OUTPUT_ALLOWED bytes, and OUTPUT_PER_BYTE for each of its bytes. Deflate
+allows 1032 per byte, which no useful records come near; with it, a pass over a small file could
+take hours."""
 COMPARED_CHUNKS = 3
-"""Chunks that are decoded to compare a file with its index file."""
+"""So many chunks are decoded to compare a file with its index file."""
 COMPARED_SIZE = 64 << 20
-"""Bytes that are read and decoded for that at most when a read has failed: a fifth of a second."""
+"""When a read has failed, this comparison reads and decodes at most so many bytes, which takes a
+fifth of a second."""
 
 _COMPRESSIONS = ("gzip", "zlib")
 _UNBOUNDED = 1 << 62
@@ -91,7 +93,7 @@ record, the output to drop; the size of its compressed window, or SAME."""
 _SAME = -1
 """The window is that of the chunk before."""
 _WINDOW_MOST = WINDOW_SIZE + 1024
-"""Bytes of a compressed window at most."""
+"""A compressed window has at most so many bytes."""
 
 
 class InOrderOnlyError(UsageError, TypeError):

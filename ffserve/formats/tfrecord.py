@@ -96,7 +96,7 @@ class TFRecordShard:
             ("checksums", checksums, self.checksums),
         ):
             if into.shape != (self.count,):
-                raise UsageError(f"{name} has shape {into.shape}, expected ({self.count},)")
+                raise UsageError(f"{name} has shape {into.shape}, but must have ({self.count},)")
             into[:] = table
 
     @property

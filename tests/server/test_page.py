@@ -206,7 +206,8 @@ def test_an_event_of_thousands_of_jobs_is_small_and_made_in_steps() -> None:
 import json
 import numpy as np
 from ffserve.config import ServerConfig
-from ffserve.server.status.page import MOST_JOBS, event
+from ffserve.limits import MOST_PAGE_JOBS
+from ffserve.server.status.page import event
 from ffserve.server.sessions.state import ServerState
 state = ServerState(ServerConfig(arena_size_bytes=16 << 20))
 for k in range(5000):
@@ -224,7 +225,7 @@ while True:
         break
     count += 1
 facts = json.loads(text.decode().split("data: ")[1])
-assert len(facts["jobs"]) == MOST_JOBS and count > 100
+assert len(facts["jobs"]) == MOST_PAGE_JOBS and count > 100
 assert len(text) < 400_000, len(text)
 state.close()
 """

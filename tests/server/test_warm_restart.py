@@ -453,7 +453,7 @@ def test_files_that_are_not_what_they_should_be(
         (unsealed, "no sealed memory file"),
         (of_all, "with mode 666"),
         (read_only, "not for reading and writing"),
-        (smaller, "8192 bytes|does not begin as one"),
+        (smaller, "8192 bytes|begins with other bytes"),
         (lambda: os.open("/dev/null", os.O_RDWR), "no sealed memory file"),
         (None, f"the descriptor {name} is missing"),
     ):
@@ -464,7 +464,7 @@ def test_files_that_are_not_what_they_should_be(
             if name in (PAGE_NAME, NAME):
                 not_taken(fds, reason)
             else:
-                not_taken(fds, "the first domain is lost")
+                not_taken(fds, "the memory of the first domain is missing")
                 assert re.search(f"dropped the samples of .*{reason}", caplog.text)
                 caplog.clear()
 
@@ -472,7 +472,7 @@ def test_files_that_are_not_what_they_should_be(
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
-        ("magic", 0, "does not begin as one"),
+        ("magic", 0, "begins with other bytes"),
         ("slabs", 1 << 40, "invalid sizes"),
         ("slabs", 3, "is not what 3 slabs need"),
         ("slab_size", 12345, "invalid sizes"),
@@ -480,7 +480,7 @@ def test_files_that_are_not_what_they_should_be(
         ("generation", 0, "invalid generation"),
         ("terms", b"\0" * 32, "another value of 'common'"),
         ("state", 2, "internal error"),
-        ("attempts", MOST_ATTEMPTS, "ended while they took it over"),
+        ("attempts", MOST_ATTEMPTS, "ended while they were taking over this memory"),
     ],
 )
 def test_headers_that_are_not_believed(
@@ -541,7 +541,7 @@ def test_shards_are_compared_with_their_files(paths: list[str]) -> None:
 
 
 def test_entries_that_point_elsewhere_are_dropped(paths: list[str]) -> None:
-    from ffserve.cache.tables import ENTRY_DTYPE
+    from ffserve.engine.shm import ENTRY_DTYPE
     from ffserve.system.memfd import MemoryFile, SharedMemory
 
     rng = np.random.default_rng(0)
@@ -588,7 +588,7 @@ Server._show_life = faulty
         assert daemon.process.wait(DEADLINE_S) == EXIT_FAULT
         daemon.process = None
         trigger.unlink()
-        cold(daemon, "ended by an internal error", paths[0])
+        cold(daemon, "ended with an internal error", paths[0])
 
 
 def test_a_stopped_service_keeps_nothing(paths: list[str]) -> None:

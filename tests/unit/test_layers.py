@@ -37,7 +37,7 @@ LAYERS = {
     "reader": "formats dataset disk client store",
     "aio": "dataset client reader",
     # inputs of programs
-    "inputs": "order formats disk reader store",
+    "inputs": "order formats disk store ffserve",
     # tables
     "arrow": "system engine formats disk writer client reader store",
     # what programs use
@@ -57,7 +57,7 @@ LAYERS = {
     "examples": "torch example spark ray ffserve",
     "bench": "engine formats disk client ffserve",
     "doctor": "_version limits system config engine formats dataset disk server client",
-    "cli": "order system config formats dataset disk cache server client reader "
+    "cli": "order system config formats dataset disk cache server client "
     "folders convert inputs bench doctor store view ffserve",
     "__main__": "cli",
 }
@@ -80,7 +80,6 @@ DOORS = {
     "client.autostart": ("arrow", "a task starts a daemon for remote files as a reader does"),
     "client.connection": ("bench cli doctor torch", "commands talk to the daemon without a reader"),
     "client.memory": ("doctor", "it explains why a process does not map the daemon's memory"),
-    "client.prepared": ("torch", "prepared samples are an offer to frameworks"),
     "client.shared_memory": ("view", "it reads samples in place, in C"),
     "client.source": ("torch view", "samples are read into a loader's memory"),
     "config": ("cli doctor", "settings are flags of a command, and are examined"),
@@ -110,14 +109,15 @@ DOORS = {
     "server.status.overview": ("cli", "`status` and `top` show it"),
     "server.users.access": ("doctor view", "which files are taken, and who may read them"),
     "server.users.peers": ("cli", "whose process is at the other end"),
-    "store.blocks": ("inputs", "a download is written as blocks are"),
-    "store.fetching": ("arrow cli inputs", "remote files are listed and fetched"),
+    "store.fetching": ("arrow cli", "remote files are listed and fetched"),
     "store.opening": ("arrow cli", "tables of a remote file"),
-    "store.origin": ("arrow inputs", "file systems of URLs, for output too"),
-    "store.ranges": ("arrow cli inputs", "parts of a remote file"),
+    "store.origin": ("arrow", "file systems of URLs, for output too"),
+    "store.ranges": ("arrow cli", "parts of a remote file"),
     "store.staging": ("cli", "`ffserve stage`"),
-    "store.urls": ("arrow cli compat inputs view", "what is a URL, and how it is shown"),
+    "store.urls": ("arrow cli compat view", "what is a URL, and how it is shown"),
     "store.warming": ("cli", "`ffserve warm`"),
+    "store.public": ("inputs", "remote files are found, copied and written"),
+    "client.preparing": ("torch", "TODO"),
     "system.machine": ("doctor", "limits of memory are examined"),
     "system.memfd": ("doctor", "shared memory is tried"),
     "system.parallel": ("compat convert", "worker processes that report progress"),

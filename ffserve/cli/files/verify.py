@@ -61,8 +61,8 @@ class _Findings:
 
 
 def _verify_file(path: str, format_name: str | None, findings: _Findings) -> None:
+    from ffserve import Reader
     from ffserve.disk.files import os_error
-    from ffserve.reader import Reader
 
     scanned = 0
 

@@ -41,7 +41,7 @@ from ffserve.store.blocks import StoredObject
 from ffserve.store.directory import Store, name_of, usual_limit
 from ffserve.store.fetching import Fetcher, OpenObject
 from ffserve.store.opening import parsed
-from ffserve.store.origin import Identity, changed, identify
+from ffserve.store.origin import ObjectVersion, changed, identify
 from ffserve.store.schemes import travelling
 from ffserve.store.urls import shown
 
@@ -61,7 +61,7 @@ class WantedFile(NamedTuple):
     """
 
     position: int
-    identity: Identity
+    identity: ObjectVersion
     access: Access
     owner: Owner | None
     name: str
@@ -147,7 +147,9 @@ class RemoteFiles:
         """Whether the daemon fetches a URL for a peer."""
         return served(url) or (self.own and peer.is_self)
 
-    def wanted(self, position: int, identity: Identity, access: Access, peer: Peer) -> WantedFile:
+    def wanted(
+        self, position: int, identity: ObjectVersion, access: Access, peer: Peer
+    ) -> WantedFile:
         """Return a remote file with its owner and its name in the store."""
         place = access.place(identity.url)
         owner = None if place in self._common else peer.owner
@@ -335,7 +337,7 @@ def blocks_of(
 
 def identity_from(
     url: str, size: int, tag: object, modified: int, serves: Callable[[str], bool]
-) -> Identity:
+) -> ObjectVersion:
     """Return the version of a remote file that a client names.
 
     Args: serves: whether the daemon fetches a URL for this client.
@@ -349,7 +351,7 @@ def identity_from(
             path=shown(url),
             hint=f"it fetches {', '.join(name + '://' for name in travelling())}",
         )
-    return Identity(url, size, tag, modified)
+    return ObjectVersion(url, size, tag, modified)
 
 
 def store_fault(config: ServerConfig) -> FFServeError | None:

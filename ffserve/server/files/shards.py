@@ -19,7 +19,7 @@ from ffserve.server.files.remote import RemoteShard
 from ffserve.server.users.domains import Domain
 from ffserve.server.users.peers import Owner, Viewer, viewer_of
 from ffserve.store.access import Access
-from ffserve.store.origin import Identity as RemoteIdentity
+from ffserve.store.origin import ObjectVersion
 
 Identity: TypeAlias = tuple[int, int, int, int, int]
 """A file as the client sees it: device, inode, size, mtime, ctime."""
@@ -156,7 +156,7 @@ class Request:
     format: str | None
     verify: bool
     tolerant: bool
-    remote: dict[int, RemoteIdentity] = field(default_factory=dict)
+    remote: dict[int, ObjectVersion] = field(default_factory=dict)
     access: Access | None = None
     aliases: list[Alias] = field(default_factory=list)
     """By position; `name` makes them."""

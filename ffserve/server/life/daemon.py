@@ -109,7 +109,7 @@ def serve(
     start_logging(config.log_level, config.log_format)
     check(config, ignored)  # all of it before another daemon hands over, which ends that one
     try_store(config)
-    signals = _Signals()
+    signals = _DaemonSignals()
     sockets, kept = passed()
     lock: int | None = None
     if sockets:
@@ -163,7 +163,7 @@ def memory_fault(config: ServerConfig, memory: int) -> UsageError | None:
     )
 
 
-class _Signals:
+class _DaemonSignals:
     """The signals that the daemon handles. They may come before its loop handles them.
 
     A daemon with a terminal gets SIGHUP when the terminal is closed.
@@ -204,7 +204,7 @@ async def _run(
     http_listener: socket.socket | None,
     kept: dict[str, int],
     load: Callable[[], ServerConfig],
-    signals: _Signals,
+    signals: _DaemonSignals,
 ) -> bool:
     """Serve until the end; return whether another daemon took over."""
     loop = asyncio.get_running_loop()
@@ -274,7 +274,7 @@ async def _end(
             {LISTENER: listener.fileno(), LOCK: lock, **memory_of(state.memory, state.domains)},
         )
     except OSError as error:
-        log.warning("the daemon that was to take over is gone: %s", error)
+        log.warning("the daemon that was taking over has ended: %s", error)
         return False
     return True
 
@@ -290,7 +290,9 @@ def _state(config: ServerConfig, fds: dict[str, int]) -> ServerState:
     try:
         kept = take(fds, config)
     except ReadError as error:
-        log.warning("starting with empty memory, that of the daemon before is not used: %s", error)
+        log.warning(
+            "starting with empty memory; the memory of the previous daemon is not used: %s", error
+        )
         kept, left = None, names
     else:
         left = list(fds)
@@ -396,7 +398,7 @@ async def _stop_when_idle(server: Server, stop: asyncio.Event) -> None:
             break
         # The setting can change.
         await asyncio.sleep(min(left_s, IDLE_CHECK_S) if timeout_s else IDLE_CHECK_S)
-    log.info("no client for %g s", timeout_s)
+    log.info("no client has been connected for %g s", timeout_s)
     stop.set()
 
 
@@ -517,7 +519,7 @@ def _open_lock(path: str) -> int:
         return fd
     os.close(fd)
     raise UsageError(
-        "the lock file of the socket is not a file of the daemon's user alone",
+        "the lock file of the socket does not belong to the daemon's user alone",
         path=path,
         hint="remove it, or choose another path with --socket",
     )

@@ -24,7 +24,8 @@ from ffserve.limits import MOST_LOG_KEYS, MOST_LOG_LINE, MOST_LOG_LINES, MOST_US
 log = logging.getLogger("ffserve")
 
 FIRST_INTERVAL_S, LONGEST_INTERVAL_S = 60.0, 3600.0
-"""Between two lines about the same: it doubles while it goes on."""
+"""The interval between two lines about the same event. It doubles while the event goes on, up to
+LONGEST_INTERVAL_S."""
 NOBODY = -1
 """The user of a line that no user caused."""
 
@@ -35,7 +36,7 @@ _PRIORITIES = {
     logging.ERROR: 3,
     logging.CRITICAL: 2,
 }
-"""By level: the numbers of syslog(3)."""
+"""The priorities of syslog(3), by level."""
 
 
 # ---- formats -----------------------------------------------------------------------------------
@@ -133,7 +134,7 @@ class LatestLines(logging.Handler):
 
 
 latest = LatestLines()
-"""Those of this process."""
+"""The latest lines of this process."""
 
 
 # ---- what repeats ------------------------------------------------------------------------------
@@ -145,7 +146,7 @@ _Place: TypeAlias = tuple[str, int, Hashable]
 
 @dataclass(slots=True)
 class _Repeated:
-    """What happens again: the time of its next line, and how often it happened since the last."""
+    """A repeated event: the time of its next line, and how often it happened since the last one."""
 
     level: int
     next_at: float

@@ -63,7 +63,7 @@ class DaemonMemory:
             self.inventory.leases,
         )
         self.adopted: Adopted | None = None
-        """What was taken over."""
+        """The samples that were taken over."""
 
     def _retract(self, firsts: Int64s, counts: Int64s, slots: Int64s, sizes: Int64s) -> None:
         retract(

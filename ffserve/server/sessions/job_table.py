@@ -19,7 +19,7 @@ from ffserve.server.reading.waiting import JobReads, JobTime, Use
 from ffserve.server.users.peers import Peer, Viewer
 
 JOB_COUNTERS, COUNTERS = 4, 7
-"""How many counters have rates: `JobTable.counters_of`, `JobTable.counters`."""
+"""The numbers of counters that have rates: `JobTable.counters_of`, `JobTable.counters`."""
 RIVAL_SHARE = 16
 """A job whose data take less than 1 part in RIVAL_SHARE of the arena is no rival for memory."""
 
@@ -55,13 +55,13 @@ class Job:
         """Return the job that a HELLO is of. Raises: ProtocolError."""
         name = about.get("job")
         if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME:
-            raise ProtocolError("invalid HELLO message: no name of a job")
+            raise ProtocolError("invalid HELLO message: the name of the job is missing or too long")
         job = cls(name, now, now, user)
         for key, most in (("title", protocol.MOST_TITLE), ("command", protocol.MOST_COMMAND)):
             text = about.get(key, "")
             if not isinstance(text, str) or len(text) > most:
                 raise ProtocolError(
-                    f"invalid HELLO message: {key} is no text of at most {most} characters"
+                    f"invalid HELLO message: {key} is not a text of at most {most} characters"
                 )
             setattr(job, key, text)
         return job
@@ -83,9 +83,9 @@ class JobTable:
         self._engines = engines
         self._statistics = statistics
         self.all: OrderedDict[str, Job] = OrderedDict()
-        """By name."""
+        """All known jobs, by name."""
         self.rates = Rates(now, COUNTERS)
-        """Of all jobs together."""
+        """The rates of all jobs together."""
 
     def obtain(self, name: str, now: float, user: Viewer) -> Job:
         """Return a user's job of this name; create it if it is new. If a job of another user has

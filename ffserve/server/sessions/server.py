@@ -54,30 +54,30 @@ log = logging.getLogger("ffserve")
 
 HELLO_TIMEOUT_S = 10.0
 WRITES_AT_ONCE = 4
-"""Frames of one connection before others have their turn."""
+"""A connection sends so many frames before others have their turn."""
 ALIVE_INTERVAL_S = 2.5
 """How often a client that waits gets a sign of life; it gives up after four times as long."""
 MEASURED_JOBS = 64
-"""Jobs of which it is computed at a time where their time goes."""
+"""The daemon computes for so many jobs at a time where their time goes."""
 RESIZE_STEP_S = 0.01
-"""Between two steps of a resize."""
+"""The pause between two steps of a resize."""
 ACCEPT_PAUSE_S = 0.2
-"""After accept() has failed, for example without a free descriptor."""
+"""The pause after accept() has failed, for example because no descriptor is free."""
 FILES_TIMEOUT_S = 30.0
-"""From NEED to FILES."""
+"""A client that passes no descriptors for so long after NEED fails to open its data set."""
 TEND_INTERVAL_S = 1.0
-"""How often idle shards are looked at."""
+"""The daemon looks for idle shards at this interval."""
 LANE_TIMEOUT_S = 60.0
 """An OPEN fails if it has waited so long for earlier ones of its user."""
 _ACCEPTED = 8
-"""Connections that are accepted in one turn of the loop; each takes 10 to 30 us."""
+"""One turn of the loop accepts so many connections; each takes 10 to 30 us."""
 TRICKLE_SIZE, TRICKLE_PAUSE_S = 4096, 0.02
 """A part of a message that brings less than so many bytes, and does not complete it, is followed by
 a pause. ffserve's clients send whole messages, whose parts are larger. A message that comes byte by
 byte would wake the loop for each byte; in a pause the socket fills up, and its sender waits."""
 _CHUNK, _SMALL_CHUNK = 80 * 1024, 16 * 1024
-"""Bytes received at once: a piece of an order, or hundreds of requests; and for a user with many
-incomplete messages."""
+"""A connection receives so many bytes at once: a piece of an order, or hundreds of requests. A
+user with many incomplete messages receives _SMALL_CHUNK."""
 
 
 class ClientConnection:
@@ -310,7 +310,9 @@ class ClientConnection:
 
     def _no_hello(self) -> None:
         if self.session.context.phase == NEW:
-            self._refuse(ProtocolError(f"no HELLO message within {HELLO_TIMEOUT_S:g} s"))
+            self._refuse(
+                ProtocolError(f"the client sent no HELLO message within {HELLO_TIMEOUT_S:g} s")
+            )
 
     def _count_received(self) -> None:
         received, size = self.user.received, self._decoder.pending_size
@@ -342,7 +344,9 @@ class ClientConnection:
         self.session.datasets.received += fds
         self.session.datasets.received_too_many |= lost
         if len(self.session.datasets.received) > protocol.MOST_FILES:
-            raise ProtocolError(f"more than {protocol.MOST_FILES} descriptors for one FILES")
+            raise ProtocolError(
+                f"more than {protocol.MOST_FILES} descriptors came for one FILES message"
+            )
 
     async def _passed(self, tag: int, path: str, positions: list[int]) -> list[PassedFile]:
         """Ask the client for descriptors; return them. Raises: why there are none, with the
@@ -357,7 +361,7 @@ class ClientConnection:
         self.session.datasets.need(tag, positions, take)
         late = ServerUnavailable(
             f"the client passed no descriptors for {FILES_TIMEOUT_S:g} s",
-            hint="it was stopped, or its file system does not answer; try again",
+            hint="the client was stopped, or its file system does not respond; try again",
         )
         timer = self._loop.call_later(FILES_TIMEOUT_S, self.session.datasets.refuse_files, late)
         try:
@@ -690,13 +694,15 @@ class Server:
         """End for the daemon on this connection. Raises: ServerUnavailable: that cannot be."""
         if self._draining or self.heir is not None:
             raise ServerUnavailable(
-                "this daemon is ending, or another one takes it over already",
+                "this daemon is stopping, or another daemon is already taking it over",
                 hint="see 'ffserve status', and try again",
             )
         try:
             self.heir = sock.dup(), tag
         except OSError as error:
-            raise ServerUnavailable(f"no descriptor is free: {error.strerror}") from error
+            raise ServerUnavailable(
+                f"the daemon cannot duplicate the connection for the handover: {error.strerror}"
+            ) from error
         self._end()
 
     def end(self) -> None:
@@ -722,7 +728,7 @@ class Server:
                     raise ServerUnavailable(
                         f"{most} earlier requests of this user to open files have not ended for "
                         f"{LANE_TIMEOUT_S:g} s",
-                        hint="does a file system not answer? try again later",
+                        hint="check whether a file system does not respond; try again later",
                     ) from None
                 held.callback(lane.release)
             yield

@@ -61,7 +61,7 @@ class EventLoop(Protocol):
 
 
 @dataclass(slots=True)
-class Reading:
+class ReadPath:
     """Scheduling and I/O."""
 
     engines: Engines
@@ -69,7 +69,7 @@ class Reading:
 
 
 @dataclass(slots=True)
-class Files:
+class ServedFiles:
     """Open files. remote: None: there is no store for remote files."""
 
     catalog: Catalog
@@ -114,7 +114,7 @@ class ServerState:
             None if remote is None else remote.fetcher,
         )
         scheduler = Scheduler(memory.cache, engines.submit, most_reads=4 * config.depth)
-        self.reading = Reading(engines, scheduler)
+        self.reading = ReadPath(engines, scheduler)
         self.pages = Pages(memory.mapping, engines, memory.arena.size)
         self.resizing = Resizing(memory.cache, scheduler, self.pages)
         self.domains = Domains(
@@ -138,7 +138,7 @@ class ServerState:
             catalog, memory.directory, memory.cache, lambda: scheduler.idle, self.faults.failed
         )
         scrubber.rate = config.scrub_rate_bytes
-        self.files = Files(catalog, Explainer(catalog), scrubber, remote)
+        self.files = ServedFiles(catalog, Explainer(catalog), scrubber, remote)
         self.claims = Claims(memory.directory, lambda dataset: dataset.preparation.owner)
         scheduler.put_ended = lambda request: self.claims.end(
             request.dataset, request.numbers.tolist()

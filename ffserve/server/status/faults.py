@@ -34,7 +34,7 @@ class Faults:
         self._table = table
         self.lines = RepeatedLines()
         self.slow_reads: OrderedDict[int, SlowReads] = OrderedDict()
-        """By the number of a shard's first sample; the latest last."""
+        """The slow reads of each file, by the number of its first sample; the latest last."""
 
     def refused(self, uid: int, error: FFServeError, now: float) -> None:
         """Note that a client was refused."""

@@ -41,13 +41,13 @@ from ffserve.server.status.report import arena_facts, domain_facts, progress_fac
 
 CONTENT_TYPE: str = CONTENT_TYPE_LATEST
 _STEP_COUNT, _STEP_JOBS = 64, 1024
-"""Positions of jobs, and jobs, that are looked at in one step."""
+"""One step looks at so many positions of jobs, or so many jobs."""
 _END = b"# EOF\n"
 _LABELS = ("job", "user")
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator["Metric | None", None, T]
-"""Yields families, and None between other steps."""
+"""A generator that yields families, and None between other steps."""
 
 
 def render(server: Server, *, jobs: bool, now: float) -> Generator[None, None, bytes]:

@@ -21,14 +21,14 @@ from ffserve.server.status.report import status
 from ffserve.server.users.peers import HOST, Peer
 
 EVENT_INTERVAL_S = 2.0
-"""From an event to the next."""
+"""The interval between two events."""
 EVENTS = "text/event-stream; charset=utf-8"
 FILES = {
     "/": ("page.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
-"""By path: the file and its type."""
+"""The file and its type, by path."""
 SECURITY = (
     (
         "Content-Security-Policy",
@@ -39,7 +39,7 @@ SECURITY = (
     ("Referrer-Policy", "no-referrer"),
     ("Cross-Origin-Resource-Policy", "same-origin"),
 )
-"""Headers of all answers."""
+"""The headers of all answers."""
 _ADMINISTRATOR = Peer(0, 0, HOST)
 _STRANGER = Peer(0, -2, -1)
 """A user who has no job and no file."""
