@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     )
     from ffserve.client.source import Batch
     from ffserve.compat.ffrecord import FileReader, FileWriter, checkFsAlign
-    from ffserve.folders.packed_folder import PackedFolder, pack_folder
+    from ffserve.compat.packed_folder import PackedFolder, pack_folder
     from ffserve.reader import Reader, open
     from ffserve.writer import Writer, create
 
@@ -59,8 +59,8 @@ _HOMES = {
     "FileReader": "ffserve.compat.ffrecord",
     "FileWriter": "ffserve.compat.ffrecord",
     "checkFsAlign": "ffserve.compat.ffrecord",
-    "PackedFolder": "ffserve.folders.packed_folder",
-    "pack_folder": "ffserve.folders.packed_folder",
+    "PackedFolder": "ffserve.compat.packed_folder",
+    "pack_folder": "ffserve.compat.packed_folder",
 }
 _MODULES = (
     "aio",

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from ffserve.compat.pyrecordio import index
 from ffserve.errors import UsageError
 from ffserve.example import to_arrow
 from ffserve.reader import Reader, StreamReader
 from ffserve.reader import open as open_reader
+from ffserve.recordio import index
 
 
 def chunks(

@@ -66,7 +66,7 @@ HEADER = np.dtype(
 """generation: of daemons that had this memory. attempts: daemons that have begun to take it over
 since one did. next_number: samples below it had a number once. shard_rows: rows that were ever
 used. own_mount, host_mount: what the namespaces OWN and HOST were, see
-`server/users/access.py`. terms: see `Terms`."""
+`server/users/peers.py`. terms: see `Terms`."""
 UNUSED, COMMON, OWNED, UNCLAIMED = 0, 1, 2, 3
 DOMAIN = np.dtype(
     [("kind", "<i8"), ("serial", "<i8"), ("number", "<i8"), ("uid", "<i8"), ("namespace", "<i8")]

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve import Batch
 from ffserve import reader as readers
-from ffserve.client.source import Batch
 from ffserve.dataset.paths import expand_paths
 from ffserve.disk.files import read_at_of
 from ffserve.disk.output import staged_directory
@@ -141,6 +141,23 @@ class FileReader:
 
     _format: str | None = "ffrecord"
 
+    @staticmethod
+    def for_files(fnames: Any, check_data: bool = True) -> FileReader:
+        """Return a FileReader if the original accepts these names; else one for files of any
+        format, with names as for ``ffserve.open``."""
+        if isinstance(fnames, (str, os.PathLike)) and Path(fnames).is_dir():
+            original = next(Path(fnames).glob("*.ffr"), None) is not None
+        else:
+            names = fnames if isinstance(fnames, (list, tuple)) else [fnames]
+            paths = [name for name in names if isinstance(name, (str, os.PathLike))]
+            original = len(paths) < len(names) or all(
+                Path(os.fsdecode(name)).suffix == ".ffr"
+                and not glob.has_magic(os.fsdecode(name))
+                and not is_url(os.fsdecode(name))
+                for name in paths
+            )
+        return (FileReader if original else RecordReader)(fnames, check_data)
+
     def __init__(
         self,
         fname: str | os.PathLike[str] | list[Any] | tuple[Any, ...],
@@ -230,7 +247,7 @@ class FileReader:
         """Report how far an announced order was used; see ``Reader.reached``."""
         self._open().reached(epoch, position)
 
-    def source_of_samples(self, *, lead: bool = False) -> Any:
+    def current_source(self, *, lead: bool = False) -> Any:
         """Return where samples come from at present; see `Reader.current_source`."""
         return self._open().current_source(lead=lead)
 
@@ -351,22 +368,6 @@ class RecordReader(FileReader):
         """
         with readers.open(self._fnames, server="off") as reader:
             _ = reader.shards  # a reader of compressed files opens them now
-
-
-def reader_of(fnames: Any, check_data: bool) -> FileReader:
-    """Return a FileReader if the original accepts these names, else a RecordReader."""
-    if isinstance(fnames, (str, os.PathLike)) and Path(fnames).is_dir():
-        original = next(Path(fnames).glob("*.ffr"), None) is not None
-    else:
-        names = fnames if isinstance(fnames, (list, tuple)) else [fnames]
-        paths = [name for name in names if isinstance(name, (str, os.PathLike))]
-        original = len(paths) < len(names) or all(
-            Path(os.fsdecode(name)).suffix == ".ffr"
-            and not glob.has_magic(os.fsdecode(name))
-            and not is_url(os.fsdecode(name))
-            for name in paths
-        )
-    return (FileReader if original else RecordReader)(fnames, check_data)
 
 
 def checkFsAlign(fd: int) -> bool:  # noqa: N802

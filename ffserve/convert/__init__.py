@@ -29,8 +29,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve import Batch
 from ffserve import reader as readers
-from ffserve.client.source import Batch
 from ffserve.convert.inputs import Grouped, Source, find_sources
 from ffserve.dataset.paths import PathLike
 from ffserve.disk.output import writing

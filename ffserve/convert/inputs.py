@@ -18,14 +18,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ffserve import example, formats
+from ffserve import Batch, example, formats
 from ffserve import reader as readers
-from ffserve.client.source import Batch
 from ffserve.dataset.paths import PathLike, expand_paths
 from ffserve.disk.files import is_compressed, os_error, wrap_os_error
 from ffserve.errors import FFServeError, FormatError, ReadError, UsageError
 from ffserve.folders import folder_index
-from ffserve.folders.packed_folder import files_below, index_samples
+from ffserve.folders.packing import files_below, index_samples
 
 BATCH_COUNT = 16_384
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")

@@ -24,7 +24,7 @@ import numpy as np
 import torch.utils.data
 from numpy.typing import NDArray
 
-from ffserve.compat.ffrecord import FileReader, RecordReader, reader_of
+from ffserve import FileReader
 from ffserve.dtypes import Int64s
 from ffserve.errors import SampleIndexError, UsageError
 from ffserve.torch.prepared import Preparer
@@ -80,7 +80,7 @@ class Dataset(torch.utils.data.Dataset[Any], ReaderRegistry):
 
     def __init__(self, fnames: Any, check_data: bool = True) -> None:
         self.fnames = fnames
-        self.reader = reader_of(fnames, check_data)
+        self.reader = FileReader.for_files(fnames, check_data)
 
     def __len__(self) -> int:
         return int(self.reader.n)
@@ -402,9 +402,12 @@ def is_raw(dataset: Any) -> bool:
 
     Such a dataset is a ``RawDataset`` that overrides none of the methods that make its samples.
     """
+    if not isinstance(dataset, RawDataset):
+        return False
+    reader = type(vars(dataset).get("reader"))
     return (
-        isinstance(dataset, RawDataset)
-        and type(vars(dataset).get("reader")) in (FileReader, RecordReader)
+        getattr(reader, "read", None) is FileReader.read
+        and getattr(reader, "read_batch", None) is FileReader.read_batch
         and all(
             getattr(getattr(dataset, name), "__func__", None) is getattr(RawDataset, name)
             for name in ("process", "prepare", "__getitem__", "__getitems__")

@@ -33,8 +33,8 @@ from typing import Any, NamedTuple
 import torch.utils.data
 from torch.utils.data import BatchSampler
 
+from ffserve import FileReader
 from ffserve.client.connection import lead_job
-from ffserve.compat.ffrecord import FileReader
 from ffserve.dtypes import Int64s
 from ffserve.errors import UsageError
 from ffserve.torch.announce import (

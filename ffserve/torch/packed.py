@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.compat.ffrecord import reader_of
+from ffserve import FileReader
 from ffserve.dtypes import Int64s
 from ffserve.errors import SampleIndexError, UsageError
 from ffserve.packing import WINDOW, plan
@@ -48,7 +48,7 @@ class PackedDataset(Dataset):
         check_data: bool = True,
     ) -> None:
         self.fnames = fnames
-        self.reader = reader_of(fnames, check_data)
+        self.reader = FileReader.for_files(fnames, check_data)
         self.dtype = np.dtype(dtype)
         if self.dtype.kind not in "iu":
             raise UsageError(f"dtype is {self.dtype}, but tokens are integers")

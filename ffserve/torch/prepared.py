@@ -317,7 +317,7 @@ class Preparer:
 
     def shared(self, dataset: Any, *, lead: bool = False) -> PreparedSource | None:
         """Return the prepared samples that are shared; None: each process prepares its own."""
-        source = dataset.reader.source_of_samples(lead=lead)
+        source = dataset.reader.current_source(lead=lead)
         if source is self._of and self._pid == os.getpid():
             shared = self._shared  # read after `_of`, which is set after it
             return shared if shared is None or shared.trusted else None

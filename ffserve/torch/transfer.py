@@ -31,8 +31,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ffserve import FileReader, Reader
 from ffserve.client import source
-from ffserve.compat.ffrecord import FileReader
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.engine.arrays import addresses
 from ffserve.errors import FFServeError
@@ -240,7 +240,7 @@ class MessageWriter:
 
     def raw(
         self,
-        reader: FileReader,
+        reader: Reader | FileReader,
         indices: Int64s,
         batches: int,
         samples: int,

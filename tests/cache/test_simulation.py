@@ -46,8 +46,8 @@ from ffserve.server.sessions.outbox import MemoryMessage
 from ffserve.server.sessions.session import Session
 from ffserve.server.sessions.state import Clients
 from ffserve.server.status.faults import Faults
-from ffserve.server.users.access import Peer
 from ffserve.server.users.domains import Domain, Domains
+from ffserve.server.users.peers import Peer
 from ffserve.server.users.shares import User, Users
 from ffserve.system.memfd import MemoryFile, SharedMemory
 

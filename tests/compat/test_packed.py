@@ -18,10 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ffserve
+from ffserve import PackedFolder, pack_folder
 from ffserve.errors import ChecksumError, FFServeError, FormatError, ReadError, UsageError
-from ffserve.folders import packed_folder
+from ffserve.folders import packing
 from ffserve.folders.folder_index import MAGIC, decode, encode
-from ffserve.folders.packed_folder import PackedFolder, index_samples, pack, pack_folder
+from ffserve.folders.packing import index_samples, pack
 from ffserve.system import parallel
 from ffserve.utils import dump
 
@@ -198,7 +199,7 @@ def test_equal_names_in_two_directories(tmp_path: Path) -> None:
 
 
 def test_large_files_go_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_folder, "BLOCK_SIZE", 1000)
+    monkeypatch.setattr(packing, "BLOCK_SIZE", 1000)
     (tmp_path / "f").mkdir()
     payload = os.urandom(12_345)
     (tmp_path / "f" / "large").write_bytes(payload)
@@ -305,14 +306,14 @@ def test_a_file_that_cannot_be_read_leaves_nothing(
     make_many(tmp_path / "f", 40)
     bad = tmp_path / "f" / "d6" / "vanished"
     bad.write_bytes(b"")
-    scan = packed_folder._scan
+    scan = packing.scan
 
     def scanned(paths: list[str], out: str) -> Any:
         tree = scan(paths, out)
         bad.unlink()  # between the listing and the reading
         return tree
 
-    monkeypatch.setattr(packed_folder, "_scan", scanned)
+    monkeypatch.setattr(packing, "scan", scanned)
     with pytest.raises(ReadError, match="No such file") as caught:
         pack([tmp_path / "f"], str(tmp_path / "out"), shards=4, jobs=jobs)
     assert caught.value.path == str(bad)
@@ -448,7 +449,7 @@ def test_golden_reads_as_with_the_original(folder: PackedFolder) -> None:
     assert not folder.exists("nothing") and not folder.exists("a.txt/below")
     one, two = folder.read(["sub/c.json", Path("a.txt")])
     assert (len(one), len(two)) == (8, 6)
-    assert index_samples(folder.reader) == [6]
+    assert index_samples(folder.reader._open()) == [6]
 
 
 def test_names_that_are_not_there(folder: PackedFolder) -> None:
@@ -500,6 +501,6 @@ def test_shards_read_as_one_folder(tmp_path: Path) -> None:
         for name, payload in zip(found, folder.read(found), strict=True):
             assert payload.tobytes() == files[name]
         assert folder.is_dir("z-empty")
-        assert len(index_samples(folder.reader)) == 4
+        assert len(index_samples(folder.reader._open())) == 4
     with PackedFolder(report.paths[1]) as one:
         assert set(map(str, one.list(list_dir=False, recursive=True))) < set(files)

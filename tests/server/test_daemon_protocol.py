@@ -361,7 +361,7 @@ import numpy as np
 from ffserve import protocol
 from ffserve.cache.orders import done
 from ffserve.config import ServerConfig
-from ffserve.server.users.access import Peer
+from ffserve.server.users.peers import Peer
 from ffserve.server.status.report import status
 from ffserve.server.sessions.state import ServerState
 state = ServerState(ServerConfig(arena_size_bytes=16 << 20))
@@ -383,7 +383,7 @@ import asyncio
 import numpy as np
 from ffserve.cache.orders import done
 from ffserve.config import ServerConfig
-from ffserve.server.users.access import Peer
+from ffserve.server.users.peers import Peer
 from ffserve.server.status.report import status
 from ffserve.server.files.shards import FileIdentity, OpenShard, ShardKey
 from ffserve.server.sessions.state import ServerState

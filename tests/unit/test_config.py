@@ -11,10 +11,10 @@ from typing import Any
 
 import click
 import pytest
-from ffserve.cli.serve import serve
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ffserve.cli.daemon.serve import serve
 from ffserve.config import (
     LIVE,
     REMOVED,

@@ -1,4 +1,4 @@
-"""The layers of the package: which folder may import which, and no circles between modules."""
+"""The layers of the package: which folder may import which, the doors of the core, no circles."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ LAYERS = {
     "config": "system",
     # what every read is
     "reads": "engine formats disk",
-    # remote files, data sets
+    # packed folders, remote files, data sets
     "store": "config engine formats disk system",
     "dataset": "engine disk store",
     "writer": "formats disk",
+    "folders": "system disk writer",
     # the daemon
     "cache": "limits reads engine formats system",
     "server": "_version limits protocol config engine formats reads dataset disk system cache "
@@ -40,17 +41,16 @@ LAYERS = {
     # tables
     "arrow": "system engine formats disk writer client reader store",
     # what programs use
-    "compat": "system formats dataset disk writer client reader store",
-    "folders": "system disk compat writer",
+    "compat": "system formats dataset disk folders writer reader store ffserve",
     "example": "formats arrow dataset reader",
-    "convert": "system engine formats dataset disk writer client reader folders example",
-    "torch": "_version order mixture packing engine client compat",
+    "convert": "system engine formats dataset disk writer reader folders example ffserve",
+    "torch": "_version order mixture packing engine client ffserve",
     "spark": "arrow",
     "ray": "formats arrow reader",
     "testing": "engine formats reads",
-    "tensorflow grain hf": "formats dataset writer reader compat example",
-    "package": "folders",
+    "package": "folders compat",
     "fileio recordio utils": "compat",
+    "tensorflow grain hf": "formats dataset writer reader recordio example",
     # files for programs
     "view": "engine dataset disk server client folders reader store",
     # the command line
@@ -64,13 +64,81 @@ LAYERS = {
 """What each folder and each top-level module may import, from the lowest layer up. All may import
 errors and dtypes; "ffserve" is the package itself, which offers the names of the upper layers."""
 
-LAZY: dict[tuple[str, str], str] = {}
-"""Imports inside functions that would close a circle, and why."""
+GUESTS = (
+    "arrow bench cli compat convert doctor examples example fileio grain hf inputs package ray "
+    "recordio spark tensorflow torch utils view __main__"
+)
+"""They stand on the core, which imports none of them. They import what the package exports, the
+modules of FACE, each other as LAYERS says, and the doors below; nothing else."""
 
-PURE = {"dtypes", "limits", "formats", "protocol", "order", "mixture", "packing", "cache"}
-"""They can be simulated: no socket, event loop, thread, foreign function or clock of their own."""
+FACE = "aio dtypes errors formats formats.base mixture order packing reader testing writer"
+"""Modules of the core that users import as well."""
+
+DOORS = {
+    "_version": ("doctor torch", "the release is compared, or is part of a key"),
+    "cache.simulation": ("cli", "`ffserve simulate` plays an order through the daemon's policy"),
+    "client.autostart": ("arrow", "a task starts a daemon for remote files as a reader does"),
+    "client.connection": ("bench cli doctor torch", "commands talk to the daemon without a reader"),
+    "client.memory": ("doctor", "it explains why a process does not map the daemon's memory"),
+    "client.prepared": ("torch", "prepared samples are an offer to frameworks"),
+    "client.shared_memory": ("view", "it reads samples in place, in C"),
+    "client.source": ("torch view", "samples are read into a loader's memory"),
+    "config": ("cli doctor", "settings are flags of a command, and are examined"),
+    "dataset.layout": ("cli view", "shards, and the error for an index outside of them"),
+    "dataset.paths": ("cli compat convert doctor example hf view", "what a user's paths denote"),
+    "disk.files": (
+        "arrow cli compat convert doctor inputs view",
+        "files are opened, and errors of the system become ours, in one way",
+    ),
+    "disk.output": ("arrow bench compat convert inputs", "output is complete or absent"),
+    "disk.shardfile": ("arrow cli", "tables are read by block, shown, and written as index files"),
+    "engine.arrays": ("torch", "addresses of many arrays in one call"),
+    "engine.codec": ("arrow convert doctor", "checksums of frames that are not read as samples"),
+    "engine.example": ("arrow", "Examples are decoded to columns in C"),
+    "engine.fuse": ("view", "requests that need no Python are answered in C"),
+    "engine.io": ("bench doctor", "direct reads, and which engines this machine has"),
+    "engine.shm": ("torch", "a flag in shared memory"),
+    "folders.folder_index": ("cli compat convert package view", "names of packed files"),
+    "folders.packing": ("cli compat convert", "directories are packed"),
+    "formats.recordio": ("compat", "pyrecordio writes chunk by chunk"),
+    "formats.tfstream": ("arrow", "a compressed file is recognized by its head"),
+    "limits": ("doctor", "the bounds of the daemon are compared with those of its process"),
+    "server.life.daemon": ("cli doctor", "`serve` runs it; its checks at start are explained"),
+    "server.life.fd_store": ("cli", "`mount` tells systemd that it is ready"),
+    "server.life.log": ("cli", "messages of a service carry their priority"),
+    "server.sessions.server": ("doctor", "how many sessions fit under a limit"),
+    "server.status.overview": ("cli", "`status` and `top` show it"),
+    "server.users.access": ("doctor view", "which files are taken, and who may read them"),
+    "server.users.peers": ("cli", "whose process is at the other end"),
+    "store.blocks": ("inputs", "a download is written as blocks are"),
+    "store.fetching": ("arrow cli inputs", "remote files are listed and fetched"),
+    "store.opening": ("arrow cli", "tables of a remote file"),
+    "store.origin": ("arrow inputs", "file systems of URLs, for output too"),
+    "store.ranges": ("arrow cli inputs", "parts of a remote file"),
+    "store.staging": ("cli", "`ffserve stage`"),
+    "store.urls": ("arrow cli compat inputs view", "what is a URL, and how it is shown"),
+    "store.warming": ("cli", "`ffserve warm`"),
+    "system.machine": ("doctor", "limits of memory are examined"),
+    "system.memfd": ("doctor", "shared memory is tried"),
+    "system.parallel": ("compat convert", "worker processes that report progress"),
+    "system.socket_path": ("arrow cli doctor", "where the daemon's socket is"),
+}
+"""What guests may use of the core besides: by module, which guests, and what for."""
+
+PURE = "dtypes limits formats protocol order mixture packing cache dataset.layout"
+"""They can be simulated: they, and what they import, open no socket, run no event loop, start no
+thread and read no clock."""
 IMPURE = {"asyncio", "cffi", "concurrent", "ctypes", "datetime", "multiprocessing", "select"}
 IMPURE |= {"selectors", "socket", "subprocess", "_thread", "threading", "time", "uvloop"}
+IMPURE |= {"ffserve.engine.core"}
+COMPUTING = {
+    "ffserve.engine.arrays": "lists of numbers to arrays",
+    "ffserve.engine.codec": "checksums, and scans of bytes in memory",
+    "ffserve.engine.inflate": "decompression of bytes in memory",
+    "ffserve.engine.slots": "tables of the cache, in memory",
+    "ffserve.system.memfd": "the memory of these tables, which other processes map",
+}
+"""Foreign functions that pure modules may call: they compute, and wait for nothing."""
 
 
 def name_of(path: Path) -> str:
@@ -86,14 +154,8 @@ def folder_of(module: str) -> str:
 
 
 def imports_of(path: Path) -> Iterator[str]:
-    """Yield the modules that a file imports anywhere, except for type checking only."""
-    waiting: list[ast.AST] = [ast.parse(path.read_text())]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
-            waiting.extend(node.orelse)
-            continue
-        waiting.extend(ast.iter_child_nodes(node))
+    """Yield the modules that a file imports anywhere: in functions and for type checking too."""
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -103,6 +165,8 @@ def imports_of(path: Path) -> Iterator[str]:
 
 
 IMPORTS = {module: set(imports_of(path)) for module, path in MODULES.items()}
+IMPORTS["ffserve"] = {"ffserve._version", "ffserve.errors"}
+"""The package imports its other names when they are first used."""
 
 
 def test_modules_import_only_from_the_layers_below() -> None:
@@ -124,17 +188,41 @@ def test_modules_import_only_from_the_layers_below() -> None:
         assert not unused, f"{names} no longer imports {unused}"
 
 
-def test_the_pure_layers_import_nothing_that_does_io() -> None:
+def test_guests_enter_by_the_front_door() -> None:
+    guests = GUESTS.split()
+    faces = {f"ffserve.{name}" for name in FACE.split()} | {"ffserve"}
+    doors = {f"ffserve.{name}": users.split() for name, (users, _) in DOORS.items()}
+    used: dict[str, set[str]] = {door: set() for door in doors}
+    for module, others in IMPORTS.items():
+        guest = folder_of(module)
+        for other in others & set(MODULES):
+            if guest not in guests or module == "ffserve":
+                assert folder_of(other) not in guests, f"{module} of the core imports {other}"
+            elif folder_of(other) not in guests and other not in faces:
+                assert guest in doors.get(other, ()), f"{module} imports {other}, which is no door"
+                used[other].add(guest)
+    assert used == {door: set(users) for door, users in doors.items()}, "doors that nobody uses"
+
+
+def test_the_pure_modules_import_nothing_that_does_io() -> None:
     for module in MODULES:
-        if folder_of(module) in PURE:
-            assert not {other.split(".")[0] for other in IMPORTS[module]} & IMPURE, module
+        if not f"{module}.".startswith(tuple(f"ffserve.{name}." for name in PURE.split())):
+            continue
+        chains = {module: module}
+        waiting = [module]
+        while waiting:
+            reached = waiting.pop()
+            for other in IMPORTS[reached] - set(COMPUTING):
+                assert other not in IMPURE and other.split(".")[0] not in IMPURE, (
+                    f"{chains[reached]} imports {other}"
+                )
+                if other in MODULES and other not in chains:
+                    chains[other] = f"{chains[reached]}, which imports {other}"
+                    waiting.append(other)
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    left = {
-        module: {o for o in others if o in MODULES and (module, o) not in LAZY}
-        for module, others in IMPORTS.items()
-    }
+    left = {module: {o for o in others if o in MODULES} for module, others in IMPORTS.items()}
     del left["ffserve"]  # imported before every other module
     while left:
         needed = {other for others in left.values() for other in others}
@@ -144,7 +232,6 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         for module in done:
             del left[module]
     assert not left
-    assert all(other in IMPORTS[module] for module, other in LAZY)
 
 
 def test_importing_the_package_is_light() -> None:

@@ -185,7 +185,7 @@ def _sources(top: str) -> Iterator[tuple[str, str]]:
 def _pack(files: dict[str, str], work: str, data: str, say: Narration) -> Packed:
     """Pack the files into shards and remove those from the page cache."""
     import ffserve
-    from ffserve.folders import packed_folder
+    from ffserve.folders import packing
 
     say(f"1. Packing {len(files):,} Python source files of this machine", newline=False)
     tree = os.path.join(work, "tree")
@@ -194,7 +194,7 @@ def _pack(files: dict[str, str], work: str, data: str, say: Narration) -> Packed
         os.makedirs(os.path.dirname(link), exist_ok=True)
         os.symlink(path, link)
     started = time.monotonic()
-    written = packed_folder.pack([tree], data, shards=SHARDS, jobs=min(SHARDS, os.cpu_count() or 1))
+    written = packing.pack([tree], data, shards=SHARDS, jobs=min(SHARDS, os.cpu_count() or 1))
     seconds = time.monotonic() - started
     for path in written.paths:
         with open(path, "rb") as file:

@@ -41,13 +41,11 @@ from ffserve.limits import (
     SHARDS_PART,
 )
 from ffserve.protocol import MOST_FILES
-from ffserve.server.files.remote import (
-    RemoteFiles,
-    RemoteShard,
-)
+from ffserve.server.files.remote import RemoteFiles, RemoteShard
 from ffserve.server.files.shards import Alias, OpenShard, ShardKey
-from ffserve.server.users.access import HOST, OWN, Owner, Rules, viewer_of
+from ffserve.server.users.access import Rules
 from ffserve.server.users.domains import Domains
+from ffserve.server.users.peers import HOST, OWN, Owner, viewer_of
 from ffserve.server.users.threads import run_in_thread
 
 HOLD_COUNT = 256

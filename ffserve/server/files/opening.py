@@ -33,9 +33,7 @@ from ffserve.server.files.parsing import (
     ShardParser,
     close_passed,
 )
-from ffserve.server.files.remote import (
-    WantedFile,
-)
+from ffserve.server.files.remote import WantedFile
 from ffserve.server.files.shards import (
     FileIdentity,
     OpenShard,
@@ -44,8 +42,8 @@ from ffserve.server.files.shards import (
     Request,
     ShardKey,
 )
-from ffserve.server.users.access import Peer, viewer_of
 from ffserve.server.users.domains import Domain
+from ffserve.server.users.peers import Peer, viewer_of
 from ffserve.server.users.threads import in_thread
 
 REMOTE_COUNT = 64

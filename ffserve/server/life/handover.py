@@ -23,7 +23,7 @@ from ffserve.errors import (
     ServerUnavailable,
     UsageError,
 )
-from ffserve.server.users.access import Credentials, Peer
+from ffserve.server.users.peers import Credentials, Peer
 
 LISTENER, LOCK = "listener", "lock"
 """The names of the listening socket and of the lock on its path."""

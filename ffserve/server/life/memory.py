@@ -11,9 +11,7 @@ from ffserve.cache.adoption import Adopted
 from ffserve.cache.arena import Arena
 from ffserve.cache.cache import Cache
 from ffserve.cache.inventory import Inventory
-from ffserve.cache.next_use import (
-    NextUse,
-)
+from ffserve.cache.next_use import NextUse
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.config import ServerConfig
 from ffserve.dtypes import Int64s
@@ -21,7 +19,7 @@ from ffserve.engine.shm import retract
 from ffserve.errors import ReadError
 from ffserve.limits import LEAST_ORDERS_SIZE, ORDERS_SHARE
 from ffserve.server.life.restart import PAGE_NAME, KeptMemory, terms_of
-from ffserve.server.users.access import namespace_marks
+from ffserve.server.users.peers import namespace_marks
 from ffserve.system.machine import usable_memory
 from ffserve.system.memfd import SharedMemory
 

@@ -15,15 +15,10 @@ from ffserve.dtypes import Int64s, UInt64s
 from ffserve.errors import FFServeError, ProtocolError, ReadError, UsageError
 from ffserve.limits import MOST_NAME, MOST_WAITING
 from ffserve.server.files.preparations import Preparation
-from ffserve.server.prepared.claims import (
-    Waiting,
-)
+from ffserve.server.prepared.claims import Waiting
 from ffserve.server.reading.requests import SampleRequest
 from ffserve.server.sessions.context import READY, SessionContext
-from ffserve.server.sessions.datasets import (
-    OpenDataset,
-    Steps,
-)
+from ffserve.server.sessions.datasets import OpenDataset, Steps
 from ffserve.server.sessions.opened import SessionDatasets
 from ffserve.server.users.shares import Bound
 

@@ -42,7 +42,7 @@ from ffserve.cache.tables import Directory, ShardTable
 from ffserve.dtypes import Floats, Int64s
 from ffserve.errors import AccessDenied, Failure, FFServeError, ReadError
 from ffserve.server.files.remote import RemoteShard
-from ffserve.server.users.access import Owner
+from ffserve.server.users.peers import Owner
 from ffserve.store.blocks import PRESENT, StoredObject
 from ffserve.store.fetching import NOW, Fetcher, OpenObject, Outcome
 

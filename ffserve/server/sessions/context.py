@@ -13,7 +13,7 @@ from ffserve.server.sessions.datasets import Steps
 from ffserve.server.sessions.job_table import Job
 from ffserve.server.sessions.outbox import MemoryMessage
 from ffserve.server.sessions.state import ServerState
-from ffserve.server.users.access import Peer
+from ffserve.server.users.peers import Peer
 from ffserve.server.users.shares import User
 
 NEW, READY, OVER = "new", "ready", "over"

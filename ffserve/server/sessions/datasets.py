@@ -23,10 +23,7 @@ from ffserve.server.files.shards import OpenShard
 from ffserve.server.prepared.copying import PreparedFile
 from ffserve.server.reading.statistics import LARGEST_COUNT
 from ffserve.server.sessions.state import ServerState
-from ffserve.server.users.shares import (
-    Bound,
-    User,
-)
+from ffserve.server.users.shares import Bound, User
 
 FEW = 64
 """Tags, paths, shards, data sets or errors that are handled in one step."""

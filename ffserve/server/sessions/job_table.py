@@ -16,7 +16,7 @@ from ffserve.server.reading.io import Engines
 from ffserve.server.reading.scheduler import Scheduler
 from ffserve.server.reading.statistics import Rates, Statistics
 from ffserve.server.reading.waiting import JobReads, JobTime, Use
-from ffserve.server.users.access import Peer, Viewer
+from ffserve.server.users.peers import Peer, Viewer
 
 JOB_COUNTERS, COUNTERS = 4, 7
 """How many counters have rates: `JobTable.counters_of`, `JobTable.counters`."""

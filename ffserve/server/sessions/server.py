@@ -44,15 +44,9 @@ from ffserve.server.sessions.outbox import MemoryFrame, MemoryMessage, Outbox
 from ffserve.server.sessions.session import Session
 from ffserve.server.sessions.state import ServerState
 from ffserve.server.sessions.turns import Turns
-from ffserve.server.users.access import (
-    Credentials,
-    Namespaces,
-    Owner,
-    Peer,
-    check_memory,
-    is_administrator,
-)
+from ffserve.server.users.access import check_memory
 from ffserve.server.users.descriptors import DescriptorReceiver, closer_of, refuse_descriptors
+from ffserve.server.users.peers import Credentials, Namespaces, Owner, Peer, is_administrator
 from ffserve.server.users.shares import Bound, User
 from ffserve.system.socket_path import remove_stale_socket
 

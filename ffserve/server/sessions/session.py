@@ -45,7 +45,7 @@ from ffserve.server.sessions.opened import SessionDatasets
 from ffserve.server.sessions.outbox import MemoryMessage
 from ffserve.server.sessions.state import ServerState
 from ffserve.server.status.report import arena_facts, status
-from ffserve.server.users.access import Peer
+from ffserve.server.users.peers import Peer
 from ffserve.server.users.shares import Bound, User
 
 MOST_DIRECT_REPLIES = 4

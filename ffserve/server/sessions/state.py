@@ -20,10 +20,7 @@ from ffserve.cache.adoption import adopt
 from ffserve.cache.cache import Load
 from ffserve.config import ServerConfig
 from ffserve.dtypes import Int64s
-from ffserve.errors import (
-    AccessDenied,
-    ReadError,
-)
+from ffserve.errors import AccessDenied, ReadError
 from ffserve.server.files.catalog import Catalog
 from ffserve.server.files.explaining import Explainer
 from ffserve.server.files.holding import CatalogTables, OpenSettings
@@ -38,8 +35,9 @@ from ffserve.server.reading.scheduler import Scheduler
 from ffserve.server.reading.statistics import Statistics
 from ffserve.server.sessions.job_table import JobTable
 from ffserve.server.status.faults import Faults
-from ffserve.server.users.access import Peer, Rules, namespace_marks
+from ffserve.server.users.access import Rules
 from ffserve.server.users.domains import Domains
+from ffserve.server.users.peers import Peer, namespace_marks
 from ffserve.server.users.shares import Users
 
 

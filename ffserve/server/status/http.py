@@ -31,8 +31,8 @@ from ffserve.limits import MOST_HTTP_CONNECTIONS, MOST_HTTP_REQUEST_SIZE
 from ffserve.server.sessions import server
 from ffserve.server.sessions.server import Server
 from ffserve.server.status import metrics, page
-from ffserve.server.users.access import Peer
 from ffserve.server.users.descriptors import DescriptorReceiver, closer_of, refuse_descriptors
+from ffserve.server.users.peers import Peer
 from ffserve.server.users.shares import User
 from ffserve.system.socket_path import prepare_socket_directory
 

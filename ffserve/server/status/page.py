@@ -18,7 +18,7 @@ from ffserve.limits import MOST_PAGE_JOBS, MOST_PAGE_ROWS
 from ffserve.server.sessions.state import ServerState
 from ffserve.server.status.overview import JobRow, overview
 from ffserve.server.status.report import status
-from ffserve.server.users.access import HOST, Peer
+from ffserve.server.users.peers import HOST, Peer
 
 EVENT_INTERVAL_S = 2.0
 """From an event to the next."""

@@ -16,7 +16,7 @@ from ffserve.server.life.log import NOBODY, latest
 from ffserve.server.reading.statistics import LARGEST_COUNT
 from ffserve.server.sessions.job_table import Job
 from ffserve.server.sessions.state import ServerState
-from ffserve.server.users.access import Peer, Viewer, viewer_of
+from ffserve.server.users.peers import Peer, Viewer, viewer_of
 
 STEP_ROWS = 64
 """Rows that are made in one step."""

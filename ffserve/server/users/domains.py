@@ -2,7 +2,7 @@
 
 A client can read all memory that it maps. So samples of files that not everybody may read lie in
 files that only their readers get. A domain is the common one, whose samples everybody who may
-connect shares, or that of one owner (`access.Owner`). It has a file for its part of the arena, of
+connect shares, or that of one owner (`peers.Owner`). It has a file for its part of the arena, of
 the directory and of the index; all are as large as the daemon's own mappings, which show, slab by
 slab and region by region, the file of the domain that the place belongs to. Slabs move between
 domains as they move between size classes (`cache/arena.py`); the policy knows no domains.
@@ -32,11 +32,11 @@ from ffserve.limits import (
     PREPARED_SAMPLE_SIZE,
     PREPARED_SHARE,
 )
-from ffserve.server.users.access import Owner
+from ffserve.server.users.peers import Owner
 from ffserve.system.memfd import MemoryFile, SharedMemory
 
 SLABS_AT_ONCE = 4
-"""Slabs given back in one step, at 0.3 ms each."""
+"""One step gives back so many slabs, which takes 0.3 ms each."""
 
 
 @dataclass(slots=True, eq=False)

@@ -11,7 +11,7 @@ up, and a user who asks for little is served at once however much others ask for
 one waits, and no other user notices. What cannot wait (sessions, leases, announced orders) has a
 limit that falls as others take: a user may have OTHERS_SHARE times what is left (dynamic
 thresholds: Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998). So one user alone
-gets four fifths, and a newcomer always finds something. Administrators (`access.Peer`), who could
+gets four fifths, and a newcomer always finds something. Administrators (`peers.Peer`), who could
 stop the daemon anyway, have the limit of all users together instead.
 
 No socket and no clock: `now` is monotonic time in seconds.
@@ -36,7 +36,7 @@ from ffserve.limits import (
 )
 
 ACTIVE_S = 1.0
-"""A user without a request for so long does not count as one who shares the disk."""
+"""A user who has sent no request for so long does not count as one who shares the disk."""
 _FEW = 64
 
 
@@ -83,7 +83,7 @@ class User:
 
     Args:
         uid: of its processes.
-        trusted: an administrator; see `access.Peer`.
+        trusted: an administrator; see `peers.Peer`.
     """
 
     uid: int = 0
@@ -124,7 +124,7 @@ class User:
 
 
 class FairShare:
-    """Chooses the user that has used least; see the module's text."""
+    """Chooses the user whose turn is next: the one that has used least of late."""
 
     def __init__(self) -> None:
         self._used: dict[User, float] = {}
