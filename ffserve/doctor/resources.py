@@ -24,13 +24,8 @@ from ffserve.engine.codec import checksum_library
 from ffserve.engine.io import KINDS, refusal
 from ffserve.errors import ReadError
 from ffserve.limits import OWN_SIZE, RESERVED_SESSIONS
-from ffserve.server.life.daemon import (
-    file_limit_fault,
-    memory_fault,
-)
-from ffserve.server.sessions.server import (
-    most_sessions,
-)
+from ffserve.server.life.daemon import file_limit_fault, memory_fault
+from ffserve.server.sessions.server import most_sessions
 from ffserve.system.machine import cgroup_directories, free_memory, memory_limits
 from ffserve.system.memfd import HUGE_PAGE, SharedMemory, can_map
 

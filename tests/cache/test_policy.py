@@ -18,9 +18,9 @@ from ffserve.cache.next_use_buckets import NONE
 from ffserve.cache.orders import Arriving
 from ffserve.cache.policy import Policy
 from ffserve.cache.simulation import (
-    Result,
     SimulatedJob,
     Simulation,
+    SimulationResult,
     belady,
     ranks_of,
     shuffled,
@@ -488,7 +488,7 @@ def jobs_of(kind: str, samples: int, batch: int, announces: bool = True) -> list
 def simulated(
     kind: str, samples: int, share: float, *, batch: int, announces: bool = True,
     epochs: tuple[int, int] = (3, 2), check: Any = None,
-) -> tuple[Result, float]:  # fmt: skip
+) -> tuple[SimulationResult, float]:  # fmt: skip
     """Run a scenario; return what came out, and Belady's hit rate."""
     jobs = jobs_of(kind, samples, batch, announces)
     longest = max(len(job.orders(0)) / job.pace for job in jobs)

@@ -20,10 +20,7 @@ from daemon import Daemon, Raw, asking, damage, sample, serving, write
 import ffserve
 from ffserve.errors import ChecksumError
 from ffserve.limits import MOST_LOG_KEYS, MOST_USER_LOG_KEYS
-from ffserve.server.life.log import (
-    LONGEST_INTERVAL_S,
-    RepeatedLines,
-)
+from ffserve.server.life.log import LONGEST_INTERVAL_S, RepeatedLines
 
 COUNT = 20
 TRUTH = [sample(index, [5000]) for index in range(COUNT)]

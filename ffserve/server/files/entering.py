@@ -16,9 +16,7 @@ from ffserve.cache.adoption import drop_other_blocks
 from ffserve.cache.inventory import CHUNKED, ShardRow
 from ffserve.formats.base import UNKNOWN_LENGTH
 from ffserve.limits import MOST_CLOSED
-from ffserve.server.files.holding import (
-    HeldShards,
-)
+from ffserve.server.files.holding import HeldShards
 from ffserve.server.files.preparations import Preparation, Preparations
 from ffserve.server.files.shards import (
     OpenShard,

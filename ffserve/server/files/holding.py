@@ -41,10 +41,7 @@ from ffserve.limits import (
     SHARDS_PART,
 )
 from ffserve.protocol import MOST_FILES
-from ffserve.server.files.remote import (
-    RemoteFiles,
-    RemoteShard,
-)
+from ffserve.server.files.remote import RemoteFiles, RemoteShard
 from ffserve.server.files.shards import Alias, OpenShard, ShardKey
 from ffserve.server.users.access import Rules
 from ffserve.server.users.domains import Domains

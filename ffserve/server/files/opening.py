@@ -33,9 +33,7 @@ from ffserve.server.files.parsing import (
     ShardParser,
     close_passed,
 )
-from ffserve.server.files.remote import (
-    WantedFile,
-)
+from ffserve.server.files.remote import WantedFile
 from ffserve.server.files.shards import (
     FileIdentity,
     OpenShard,

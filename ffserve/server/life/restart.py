@@ -35,9 +35,7 @@ from ffserve.engine.codec import CRC_32, CRC_32C, CRC_NONE
 from ffserve.errors import ReadError
 from ffserve.limits import MOST_DOMAINS
 from ffserve.server.files.shards import preparation_of
-from ffserve.server.users.domains import (
-    KeptDomain,
-)
+from ffserve.server.users.domains import KeptDomain
 from ffserve.server.users.peers import HOST, OWN, Owner, namespace_marks
 from ffserve.system.memfd import MemoryFile
 

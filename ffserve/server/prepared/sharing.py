@@ -18,10 +18,7 @@ from ffserve.server.files.preparations import Preparation
 from ffserve.server.prepared.claims import WaitingClaim
 from ffserve.server.reading.requests import SampleRequest
 from ffserve.server.sessions.context import READY, SessionContext
-from ffserve.server.sessions.datasets import (
-    OpenDataset,
-    Steps,
-)
+from ffserve.server.sessions.datasets import OpenDataset, Steps
 from ffserve.server.sessions.opened import SessionDatasets
 from ffserve.server.users.shares import Bound
 

@@ -18,9 +18,7 @@ from ffserve.cache.cache import Cache
 from ffserve.limits import LEASED_SHARE, LEASED_SLABS, MOST_ASKED
 from ffserve.server.reading.requests import GrantedLease, Requester, SampleRequest
 from ffserve.server.reading.turn_order import TurnOrder, UserTurns
-from ffserve.server.users.shares import (
-    User,
-)
+from ffserve.server.users.shares import User
 
 PIN_GRACE_S = 0.05
 """When other requests wait for memory, the daemon takes back pins of finished GETs that are

@@ -20,10 +20,7 @@ from ffserve.cache.adoption import adopt
 from ffserve.cache.cache import Load
 from ffserve.config import ServerConfig
 from ffserve.dtypes import Int64s
-from ffserve.errors import (
-    AccessDenied,
-    ReadError,
-)
+from ffserve.errors import AccessDenied, ReadError
 from ffserve.server.files.catalog import Catalog
 from ffserve.server.files.explaining import Explainer
 from ffserve.server.files.holding import CatalogTables, OpenSettings
