@@ -174,14 +174,14 @@ class _Asked:
 class Threads:
     """The threads of one origin; started when there is work, they end after a while without.
 
-    Args: most: threads.
+    Args: most: threads; None: THREADS.
     """
 
     IDLE_S = 10.0
 
-    def __init__(self, name: str, most: int = THREADS) -> None:
+    def __init__(self, name: str, most: int | None = None) -> None:
         self._name = name
-        self._most = most
+        self._most = THREADS if most is None else most
         self._changed = threading.Condition()
         self._waiting: list[_QueuedCall] = []
         self._numbers = itertools.count()
