@@ -41,7 +41,7 @@ _KINDS: dict[type[Any], int] = {bytes: _BYTES, int: _INT, float: _FLOAT, bool: _
 _NUMBERS: dict[int, Any] = {_INT: struct.Struct("<q"), _FLOAT: struct.Struct("<d")}
 
 
-class _Part(NamedTuple):
+class _ValuePart(NamedTuple):
     """One part of a result: what it is, and where its bytes are."""
 
     kind: int
@@ -54,7 +54,7 @@ class _Part(NamedTuple):
 
 class _Layout(NamedTuple):
     container: int
-    parts: list[_Part]
+    parts: list[_ValuePart]
     size: int
 
 
@@ -163,7 +163,9 @@ def _parse(packed: bytes) -> _Layout:
         at += name_size + key_size
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
         end = start + size
-        parts.append(_Part(kind, _type(kind, name, shape, size), shape, key.decode(), start, end))
+        parts.append(
+            _ValuePart(kind, _type(kind, name, shape, size), shape, key.decode(), start, end)
+        )
     if container not in (_SINGLE, _TUPLE, _DICT) or (container == _SINGLE and count != 1):
         raise ValueError(f"container {container} of {count}")
     return _Layout(container, parts, end)
@@ -208,7 +210,7 @@ def _made(layout: _Layout, sample: Bytes) -> Any:
     return {part.key: each for part, each in zip(layout.parts, made, strict=True)}
 
 
-def _part(part: _Part, content: Bytes) -> Any:
+def _part(part: _ValuePart, content: Bytes) -> Any:
     if part.kind == _TENSOR:
         if not len(content):
             return torch.empty(part.shape, dtype=part.type)

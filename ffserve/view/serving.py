@@ -88,7 +88,7 @@ class Running:
         return 0
 
 
-class Server:
+class ViewServer:
     """Answers requests.
 
     Args:
