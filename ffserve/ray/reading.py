@@ -196,7 +196,7 @@ class _Skipped:
 
 
 _counters: dict[str, Any] = {}
-"""The actor by job: it lives as long as it is referred to."""
+"""The actor of each job, which lives as long as it is referred to."""
 
 
 def _counter() -> Any:

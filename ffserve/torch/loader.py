@@ -57,15 +57,16 @@ from ffserve.torch.threads import ThreadedRequests
 from ffserve.torch.transfer import BatchFailure, MessageWriter, RawBatches, keep_queues
 
 MESSAGE_SIZE = 8 << 20
-"""Small batches share a message up to so many bytes of samples, and"""
+"""Small batches share a message up to this many bytes of samples."""
 MESSAGE_BATCHES = 32
-"""so many batches."""
+"""A message has at most this many batches."""
 MIN_MESSAGES = 4
-"""Messages per epoch that every worker makes at least, or some workers would have nothing to do."""
+"""Every worker makes at least this many messages per epoch; otherwise some workers would have
+nothing to do."""
 
 _REFUSES_ONE_INDEX = (TypeError, AssertionError, AttributeError, UsageError)
 _POSITION = ("batches", "epoch", "generator")
-"""The entries in which two states of one loader may differ."""
+"""Two states of one loader may differ in these entries."""
 
 
 class StepError(UsageError, AssertionError):

@@ -24,9 +24,10 @@ from ffserve.dtypes import Bytes, Int64s
 from ffserve.errors import FormatError, ProtocolError, ServerUnavailable, UsageError
 
 _HEAD = struct.Struct("<4sHBB")
-"""Magic, size of the whole header, container, number of parts."""
+"""The header begins with its magic, its whole size, the container and the number of parts."""
 _PART = struct.Struct("<BBBBQ")
-"""Kind, dimensions, bytes of the name of the type, bytes of the key; bytes of the content."""
+"""Each part has its kind, its dimensions, the bytes of the name of its type, the bytes of its key,
+and the bytes of its content."""
 _MAGIC = b"FFP1"
 _SINGLE, _TUPLE, _DICT = range(3)
 _BYTES, _ARRAY, _TENSOR, _INT, _FLOAT, _BOOL = range(6)
@@ -36,7 +37,7 @@ _MOST_NAME = 200
 COLD_SHARE = 0.25
 """Raw samples are read ahead if a smaller share of the prepared ones is in memory."""
 _MOST_LAYOUTS = 4096
-"""Headers whose meaning is kept."""
+"""The meanings of this many different headers are kept."""
 _KINDS: dict[type[Any], int] = {bytes: _BYTES, int: _INT, float: _FLOAT, bool: _BOOL}
 _NUMBERS: dict[int, Any] = {_INT: struct.Struct("<q"), _FLOAT: struct.Struct("<d")}
 

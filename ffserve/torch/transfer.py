@@ -51,7 +51,8 @@ PLACED_SIZE = 16 << 10
 """Samples below this size, in bytes, are not read into the segment: copying them from the
 processor's cache costs less than looking where they lie."""
 UNPLACED_COUNT = 64
-"""Messages whose samples are not read into the segment, after one in which that was of no use."""
+"""After a message whose samples were read into the segment in vain, the samples of this many
+messages are not."""
 _UINT8 = np.dtype(np.uint8)
 
 Alive = Callable[[], object]
@@ -277,7 +278,8 @@ class MessageWriter:
             yield
 
     def batch_made(self) -> None:
-        """Note that a batch was made: where somebody keeps samples under it, it becomes a copy."""
+        """Note that a batch was made. If the caller still holds samples that its tensors share memory
+        with, these tensors become copies."""
         for table, alive in self._tables:
             if alive() is not None:
                 copy = table.clone()

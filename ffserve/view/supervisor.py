@@ -42,13 +42,15 @@ from ffserve.view.tree import ROOT, Shown, Tree, names_of, unusable
 log = logging.getLogger("ffserve")
 
 PROCESSES = 4
-"""At most; one per core."""
+"""A view has at most this many processes, and at most one per core."""
 END_S = 1.0
-"""A killed process that waits for a disk that hangs ends when that answers, or never."""
+"""A view waits this long for killed processes. One that waits for a disk that hangs ends when the
+disk answers, or never."""
 _PR_SET_PDEATHSIG = 1
 _ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _NOT_BACKED = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.ELOOP)
-"""The kernel does not read a file itself: no permission, or a file system that does not do it."""
+"""With these errors the kernel does not read a file itself: permission is missing, or the file
+system cannot do it."""
 
 
 @dataclass(frozen=True)
