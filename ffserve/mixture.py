@@ -37,7 +37,7 @@ from ffserve.order import MAX_SAMPLE_COUNT, checked_integer, permutation, shuffl
 Weights: TypeAlias = "Sequence[float] | Mapping[int, Sequence[float]]"
 
 DEFAULT_STEP = 256
-"""Samples in which the shares are kept if the caller names no batch size."""
+"""The shares are kept in steps of this many samples if the caller names no batch size."""
 MOST_DATASETS = 1 << 16
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _PASSES, _PARTS, _STEPS, _OFFSET = range(4)

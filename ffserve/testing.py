@@ -41,9 +41,10 @@ from ffserve.formats.base import (
 from ffserve.reads.opening import bound_lengths
 
 SMALL = (b"first", b"", b"\0" * 20, b"the fourth", b"", b"last")
-"""Few and short samples, so that tests can damage their files at every byte and every bit."""
+"""There are few and short samples, so that tests can damage their files at every byte and every
+bit."""
 MEMORY_LIMIT = 32 << 20
-"""Most memory that opening a file of a few hundred bytes may allocate."""
+"""Opening a file of a few hundred bytes may allocate at most this much memory."""
 _ABSURD = (2**32 - 1, 2**40, 2**62, 2**64 - 1)
 
 Outcome = list[bytes | FFServeError]

@@ -36,10 +36,10 @@ from ffserve.formats.base import BatchEncoder, Encoder, Format, GrowingEncoder
 from ffserve.formats.recordio import FORMAT as RECORDIO
 
 BUFFER_SIZE = 4 << 20
-"""Smaller pieces are collected into writes of this size."""
+"""Pieces smaller than this are collected into writes of this size."""
 
 _MOVE_SIZE = 8 << 20
-"""Bytes of samples that the disk holds twice while they are moved behind the tables."""
+"""The disk holds this many bytes of samples twice while they are moved behind the tables."""
 _NOT_COPYABLE = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 
 

@@ -75,7 +75,7 @@ class RecordTable:
 
 
 @dataclass(frozen=True)
-class Piece:
+class FilePiece:
     """Records of one file: [start, stop), or all of them if stop is None.
 
     size: about so many bytes of the file. begin, end: the bytes that hold the records, if the
@@ -143,7 +143,7 @@ def _file_columns(table: RecordTable, files: Sequence[DataFile], ratio: float, m
 def _infer_file(table: RecordTable, file: DataFile, ratio: float) -> Inference:
     inference = Inference(table.record_type)
     chance = np.random.default_rng(zlib.crc32(os.fsencode(file.path)))
-    for records, rows in _records(table, Piece(file.path, file.size, version=file.version)):
+    for records, rows in _records(table, FilePiece(file.path, file.size, version=file.version)):
         if ratio < 1:
             chosen = (chance.random(len(rows)) < ratio) | (rows == 0)
             records = ExampleRecords(
@@ -192,7 +192,7 @@ def format_of(files: Sequence[DataFile]) -> str:
 
 
 @contextlib.contextmanager
-def _opened(file: DataFile | Piece) -> Iterator[tuple[ReadAt, int]]:
+def _opened(file: DataFile | FilePiece) -> Iterator[tuple[ReadAt, int]]:
     """Open a file: how it is read, and its size."""
     if file.version is not None:
         opened = RangedObject(file.version)
@@ -205,7 +205,7 @@ def _opened(file: DataFile | Piece) -> Iterator[tuple[ReadAt, int]]:
         os.close(fd)
 
 
-def _head_of(file: DataFile | Piece) -> tuple[bytes, int]:
+def _head_of(file: DataFile | FilePiece) -> tuple[bytes, int]:
     """Return the first bytes of a file, by which its format is recognized, and its size."""
     if file.version is not None:
         return _remote_head(file.version), file.version.size
@@ -223,7 +223,7 @@ def _head(read_at: ReadAt, size: int) -> bytes:
     return bytes(head[: read_at(0, memoryview(head))])
 
 
-def _is_compressed(file: DataFile | Piece) -> bool:
+def _is_compressed(file: DataFile | FilePiece) -> bool:
     if file.version is None:
         return is_compressed(file.path)
     return compression_of(_head_of(file)[0]) is not None
@@ -232,7 +232,7 @@ def _is_compressed(file: DataFile | Piece) -> bool:
 # ---- the pieces ----------------------------------------------------------------------------------
 
 
-def pieces_of(table: RecordTable, file: DataFile, limit: int) -> Iterator[Piece]:
+def pieces_of(table: RecordTable, file: DataFile, limit: int) -> Iterator[FilePiece]:
     """Divide a file into pieces of about `limit` bytes.
 
     Raises: FFServeError: the file is damaged, or of another format.
@@ -242,12 +242,12 @@ def pieces_of(table: RecordTable, file: DataFile, limit: int) -> Iterator[Piece]
     parts = -(-file.size // max(1, limit))
     whole = file.version is not None and table.format == "tfrecord"
     if parts < 2 or whole or _is_compressed(file):
-        yield Piece(file.path, file.size, file.values, version=file.version)
+        yield FilePiece(file.path, file.size, file.values, version=file.version)
         return
     _check_format(table.format, file)
     edges, size = _cuts(table, file, parts), -(-file.size // parts)
     for (start, begin), (stop, end) in pairwise(edges):
-        yield Piece(file.path, size, file.values, start, stop, begin, end, file.version)
+        yield FilePiece(file.path, size, file.values, start, stop, begin, end, file.version)
 
 
 def _cuts(table: RecordTable, file: DataFile, parts: int) -> list[tuple[int, int]]:
@@ -282,7 +282,7 @@ def _offsets(shard: formats.Shard) -> NDArray[np.uint64]:
 
 
 def batches(
-    table: RecordTable, piece: Piece, schema: Any, skipped: Callable[[int], None] | None = None
+    table: RecordTable, piece: FilePiece, schema: Any, skipped: Callable[[int], None] | None = None
 ) -> Iterator[Any]:
     """Yield the pyarrow.RecordBatches of a piece.
 
@@ -309,7 +309,7 @@ def batches(
         yield _batch(columns, schema, len(rows))
 
 
-def _constants(table: RecordTable, piece: Piece, schema: Any) -> dict[str, Any]:
+def _constants(table: RecordTable, piece: FilePiece, schema: Any) -> dict[str, Any]:
     """Return the values of the partition columns in a schema."""
     values, found = dict(piece.values), {}
     for one in schema:
@@ -352,7 +352,7 @@ def _repeated(constants: dict[str, Any], schema: Any, count: int) -> Iterator[An
         yield _batch([pa.repeat(constants[name], n) for name in schema.names], schema, n)
 
 
-def count(table: RecordTable, piece: Piece) -> int:
+def count(table: RecordTable, piece: FilePiece) -> int:
     """Return the number of records of a piece; their bytes are not read, except by a scan.
 
     Raises: FFServeError.
@@ -379,7 +379,7 @@ def _as_binary(records: ExampleRecords, place: Place) -> Any:
 # ---- the records ---------------------------------------------------------------------------------
 
 
-def _check_format(format: str, file: DataFile | Piece) -> None:
+def _check_format(format: str, file: DataFile | FilePiece) -> None:
     """Refuse a file that is of another format by its content."""
     head, size = _head_of(file)
     if size and formats.by_name(format).sniff(head, size) is False:
@@ -393,7 +393,7 @@ def _check_format(format: str, file: DataFile | Piece) -> None:
 
 
 def _records(
-    table: RecordTable, piece: Piece, skipped: Callable[[int], None] | None = None
+    table: RecordTable, piece: FilePiece, skipped: Callable[[int], None] | None = None
 ) -> Iterator[Numbered]:
     """Yield the records of a piece. Raises: FFServeError."""
     _check_format(table.format, piece)
@@ -407,7 +407,7 @@ def _records(
         yield from _framed(table, piece)
 
 
-def _from_daemon(table: RecordTable, piece: Piece) -> bool:
+def _from_daemon(table: RecordTable, piece: FilePiece) -> bool:
     """Whether a TFRecord file is to be read through a daemon; without one its frames are read in
     order, which needs no index."""
     if piece.version is not None and table.server == "auto":
@@ -421,7 +421,7 @@ def _from_daemon(table: RecordTable, piece: Piece) -> bool:
     return table.server != "off"
 
 
-def _framed(table: RecordTable, piece: Piece) -> Iterator[Numbered]:
+def _framed(table: RecordTable, piece: FilePiece) -> Iterator[Numbered]:
     """Read the frames of a TFRecord file in order: without an index, and without another copy.
 
     All records are in one memory, which the next ones overwrite. The bytes from the first damage on
@@ -475,7 +475,7 @@ def _frames(read_at: ReadAt, at: int, buffer: Bytes) -> tuple[ExampleRecords, in
     return records, taken, wanted
 
 
-def _reader(table: RecordTable, piece: Piece) -> Reader:
+def _reader(table: RecordTable, piece: FilePiece) -> Reader:
     from ffserve.reader import Reader
 
     remote = piece.version is not None
@@ -485,7 +485,7 @@ def _reader(table: RecordTable, piece: Piece) -> Reader:
 
 
 def _by_index(
-    table: RecordTable, piece: Piece, skipped: Callable[[int], None] | None
+    table: RecordTable, piece: FilePiece, skipped: Callable[[int], None] | None
 ) -> Iterator[Numbered]:
     damaged: list[FFServeError] = []
     with _reader(table, piece) as reader:
@@ -504,7 +504,7 @@ def _by_index(
 
 
 def _streamed(
-    piece: Piece, skip: bool, skipped: Callable[[int], None] | None
+    piece: FilePiece, skip: bool, skipped: Callable[[int], None] | None
 ) -> Iterator[Numbered]:
     from ffserve.reader import StreamReader
 

@@ -20,7 +20,8 @@ from ffserve.errors import UsageError
 from ffserve.writer import Writer, create
 
 OPEN_FILES = 128
-"""Partitions that a task keeps open at once; the one that was written least recently gives way."""
+"""A task keeps this many partitions open at once, and closes the one that was written least
+recently."""
 _SUFFIXES = {"gzip": ".gz", "zlib": ".zlib"}
 
 

@@ -34,7 +34,7 @@ from ffserve.system import parallel
 from ffserve.writer import create
 
 _CHECK_FS_ALIGN = 0x8004_6664
-"""The number of the request: _IOR('f', 100, int)."""
+"""This is the number of the request: _IOR('f', 100, int)."""
 _PROCESSES_MAX = 16
 _REPORT_EVERY = 256
 _REPORT_SECONDS = 2.0

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from ffserve import Batch
 from ffserve import reader as readers
-from ffserve.convert.inputs import Grouped, Source, find_sources
+from ffserve.convert.inputs import Grouped, InputSource, find_sources
 from ffserve.dataset.paths import PathLike
 from ffserve.disk.output import writing
 from ffserve.engine.codec import crc32c
@@ -49,7 +49,7 @@ Names = Literal["keep", "drop"]
 
 
 @dataclass(frozen=True)
-class Report:
+class ConversionReport:
     """The result of ``convert``."""
 
     paths: tuple[str, ...]
@@ -63,11 +63,11 @@ class Report:
 
 
 @dataclass(frozen=True)
-class _Task:
+class _ShardTask:
     """One output shard: runs of records (source, first, stop), and how to write them."""
 
     out: str
-    runs: tuple[tuple[Source, int, int | None], ...]
+    runs: tuple[tuple[InputSource, int, int | None], ...]
     format: str
     options: dict[str, Any] = field(hash=False)
     names: bool
@@ -87,7 +87,7 @@ def convert(
     names: Names = "keep",
     verify: bool = False,
     progress: Callable[[int, int], None] | None = None,
-) -> Report:
+) -> ConversionReport:
     """Convert files to record files.
 
     Args:
@@ -133,14 +133,14 @@ def convert(
     if shards == 1:
         whole = tuple((source, 0, source.count if source.sized else None) for source in sources)
         paths, done = [target], 0
-        tasks = [_Task(target, whole, chosen.name, options, keep, verify)]
+        tasks = [_ShardTask(target, whole, chosen.name, options, keep, verify)]
     else:
         plan = _plan(sources, [chosen.name, options, shards, names])
         paths = [os.path.join(target, f"PART_{k:05d}{suffix}") for k in range(shards)]
         _prepare(target, plan, {os.path.basename(path) for path in paths})
         cut = _cut(sources, shards)
         tasks = [
-            _Task(path, runs, chosen.name, options, keep, verify)
+            _ShardTask(path, runs, chosen.name, options, keep, verify)
             for path, runs in zip(paths, cut, strict=True)
             if not os.path.exists(path)
         ]
@@ -149,10 +149,12 @@ def convert(
         _write, [(task.out, task) for task in tasks], jobs=jobs, method="spawn", progress=progress
     )
     samples, size = (sum(column) for column in zip(*results, strict=True)) if results else (0, 0)
-    return Report(tuple(paths), samples, size, done)
+    return ConversionReport(tuple(paths), samples, size, done)
 
 
-def _cut(sources: list[Source], shards: int) -> list[tuple[tuple[Source, int, int | None], ...]]:
+def _cut(
+    sources: list[InputSource], shards: int
+) -> list[tuple[tuple[InputSource, int, int | None], ...]]:
     """Split all records into runs of nearly equal length."""
     counts = [source.count for source in sources]
     total = sum(counts)
@@ -162,9 +164,9 @@ def _cut(sources: list[Source], shards: int) -> list[tuple[tuple[Source, int, in
             hint=f"use at most {total} shards",
         )
     edges = [total * k // shards for k in range(shards + 1)]
-    runs: list[tuple[tuple[Source, int, int | None], ...]] = []
+    runs: list[tuple[tuple[InputSource, int, int | None], ...]] = []
     for first, stop in pairwise(edges):
-        part: list[tuple[Source, int, int | None]] = []
+        part: list[tuple[InputSource, int, int | None]] = []
         begin = 0
         for source, count in zip(sources, counts, strict=True):
             low, high = max(first - begin, 0), min(stop - begin, count)
@@ -178,7 +180,7 @@ def _cut(sources: list[Source], shards: int) -> list[tuple[tuple[Source, int, in
 # ---- the output directory ------------------------------------------------------------------------
 
 
-def _plan(sources: list[Source], options: list[Any]) -> str:
+def _plan(sources: list[InputSource], options: list[Any]) -> str:
     """Return the identifier of a conversion: a digest of its input files and its options."""
     facts: list[Any] = [options]
     for source in sources:
@@ -226,7 +228,7 @@ def _claim(directory: str, plan: str, names: set[str]) -> None:
 # ---- one shard -----------------------------------------------------------------------------------
 
 
-def _write(out: str, task: _Task, report: parallel.Progress) -> tuple[int, int]:
+def _write(out: str, task: _ShardTask, report: parallel.Progress) -> tuple[int, int]:
     """Write one shard; return the number and total size of its records."""
     top: folder_index.Folder = OrderedDict()
     reported = reported_size = size = 0

@@ -38,7 +38,7 @@ class Record:
     name: str | None = None
 
 
-class Source(Protocol):
+class InputSource(Protocol):
     """Records in order."""
 
     named: bool
@@ -118,7 +118,7 @@ def _flat_names(folder: Any, first: int) -> Iterator[tuple[int, str]]:
                 waiting.append((f"{prefix}{name}/", value))
 
 
-class Stream:
+class RecordStream:
     """Compressed TFRecord files: decompressed in order as a whole, in parts read by index."""
 
     named = False
@@ -257,7 +257,7 @@ def _clean(name: str, path: str) -> str:
     return "/".join(parts)
 
 
-class Rows:
+class ArrayRows:
     """The rows of a NumPy array: the bytes of a[0], a[1], … in C order, without dtype and shape."""
 
     named = False
@@ -299,7 +299,7 @@ class Grouped:
     named = False
     sized = False
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: InputSource) -> None:
         self._source = source
 
     @property
@@ -358,13 +358,13 @@ def split_name(name: str) -> tuple[str, str]:
 # ---- from paths to sources -----------------------------------------------------------------------
 
 
-def find_sources(inputs: PathLike | Sequence[PathLike], out: str) -> list[Source]:
+def find_sources(inputs: PathLike | Sequence[PathLike], out: str) -> list[InputSource]:
     """Return the sources of the given paths, in order; adjacent record files form one source.
 
     Raises:  UsageError, MissingFile, and the errors of opening the files.
     """
     paths = [inputs] if isinstance(inputs, (str, os.PathLike)) else list(inputs)
-    sources: list[Source] = []
+    sources: list[InputSource] = []
     plain: list[str] = []
 
     def flush() -> None:
@@ -383,11 +383,11 @@ def find_sources(inputs: PathLike | Sequence[PathLike], out: str) -> list[Source
             if os.path.isdir(path):
                 sources.append(Folder(path, out))
             elif lower.endswith(".npy"):
-                sources.append(Rows(path))
+                sources.append(ArrayRows(path))
             elif lower.endswith(_TAR_SUFFIXES):
                 sources.append(Tar(path))
             else:
-                sources.append(Stream((path,)))
+                sources.append(RecordStream((path,)))
         else:
             plain.append(path)
     flush()

@@ -16,7 +16,7 @@ from ffserve.formats.base import GZIP_MAGIC, HEAD_SIZE, ZLIB_MAGIC, ReadAt
 T = TypeVar("T")
 
 _MISSING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
-"""The errno values that mean a wrong path."""
+"""These errno values mean that the path is wrong."""
 _HINTS = {
     **dict.fromkeys(_MISSING, "check the path on this machine"),
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
@@ -61,7 +61,8 @@ def wrap_os_error(call: Callable[[str], T], path: str) -> T:
 
 
 REGULAR_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-"""To open what should be a regular file; a named pipe does not block."""
+"""A file that should be a regular one is opened with these flags, so that a named pipe does not
+block."""
 
 
 def open_regular(path: str) -> int:

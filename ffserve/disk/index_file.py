@@ -57,11 +57,12 @@ from ffserve.formats.base import ScannedShard
 MAGIC = b"ffserve\n"
 VERSION = 2
 END_SIZE = 4096
-"""Bytes at each end of the file that the index file has a checksum of."""
+"""The index file has a checksum of this many bytes at each end of its file."""
 CACHE_LIMIT = 4 << 30
-"""Total bytes of index files in a cache directory, enough for about 500 million records."""
+"""The index files in a cache directory have at most this many bytes in all, enough for about 500
+million records."""
 MIN_INDEXED_SIZE = 1 << 20
-"""Smaller files get no index file unless the user asks for one; their scan is cheap."""
+"""Smaller files get no index file unless the user asks for one, since their scan is cheap."""
 
 INDEX_ALLOWED, INDEX_PER_BYTE = 64 << 20, 64
 """Size of an index file at most: a constant, plus a number per byte of its file."""

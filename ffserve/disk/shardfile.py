@@ -36,10 +36,10 @@ from ffserve.formats.base import (
 log = logging.getLogger("ffserve")
 
 SAID_AFTER_S = 10.0
-"""How long a scan takes before it is logged how far it is; again each time it took twice as long.
-"""
+"""The progress of a scan is logged after this time, and again each time that the scan has taken
+twice as long."""
 COMPARED_COUNT = 16
-"""Records of a file that are compared with an index file that is older than the file's ctime."""
+"""If an index file is older than the ctime of its file, this many records are compared with it."""
 
 
 def open_shard(

@@ -19,9 +19,10 @@ from ffserve.errors import FormatError, UsageError
 
 MAGIC = b"piouhjgbr"
 SIZE_MAX = 1 << 30
-"""Largest folder index that is read, enough for about 40 million names."""
+"""The largest folder index that is read has this many bytes, enough for about 40 million names."""
 DEPTH_MAX = 400
-"""Deepest nesting of directories; the original's pickling fails at about this depth as well."""
+"""Directories are nested at most this deep; the original's pickling fails at about this depth as
+well."""
 
 _DAMAGED = "the file is damaged or hostile: restore it from a copy"
 

@@ -24,7 +24,7 @@ from ffserve.system import parallel
 from ffserve.writer import create
 
 BLOCK_SIZE = 8 << 20
-"""Bytes per read of an input file; large files are never in memory as a whole."""
+"""An input file is read this many bytes at a time; a large file is never in memory as a whole."""
 
 
 _REPORT_FILES = 256

@@ -19,14 +19,14 @@ def of_user(error: FFServeError) -> FFServeError:
         return error
     kind: Any = type(error)
 
-    class Failure(kind, UserCodeException):
+    class TaskFailure(kind, UserCodeException):
         plain = error
 
         def __reduce__(self) -> tuple[Any, ...]:
             return of_user, (error,)
 
-    Failure.__name__ = Failure.__qualname__ = kind.__name__
-    failure: FFServeError = Failure(
+    TaskFailure.__name__ = TaskFailure.__qualname__ = kind.__name__
+    failure: FFServeError = TaskFailure(
         error.message, path=error.path, index=error.index, offset=error.offset, hint=error.hint
     )
     return failure

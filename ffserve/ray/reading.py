@@ -15,7 +15,7 @@ from ray.data.datasource import Datasource, ReadTask
 from ffserve.arrow import hive, reading
 from ffserve.arrow.hive import DataFile
 from ffserve.arrow.options import check_sampling, record_type_of
-from ffserve.arrow.reading import Piece, RecordTable
+from ffserve.arrow.reading import FilePiece, RecordTable
 from ffserve.errors import FFServeError, UsageError
 from ffserve.ray.failures import of_user
 from ffserve.reader import check_options
@@ -87,14 +87,14 @@ def _task_count(files: Iterable[DataFile]) -> int:
     return max(1, -(-total // TASK_SIZE), min(2 * cores, -(-total // SMALL_TASK_SIZE)))
 
 
-def _groups(table: RecordTable, files: Sequence[DataFile], count: int) -> list[list[Piece]]:
+def _groups(table: RecordTable, files: Sequence[DataFile], count: int) -> list[list[FilePiece]]:
     """Divide files into about `count` tasks of equal size."""
     total = sum(file.size for file in files)
     limit = -(-total // count)
     if len(files) >= count:
         # Tasks that differ cost less than the index of each file that is divided.
         limit *= 2
-    groups: list[list[Piece]] = [[] for _ in range(count)]
+    groups: list[list[FilePiece]] = [[] for _ in range(count)]
     at = 0
     for file in files:
         for piece in reading.pieces_of(table, file, limit):
@@ -107,7 +107,7 @@ def _groups(table: RecordTable, files: Sequence[DataFile], count: int) -> list[l
 class FFServeDatasource(Datasource):
     """Reads the columns of a schema from pieces of record files, a task per group of pieces."""
 
-    def __init__(self, table: RecordTable, schema: Any, groups: list[list[Piece]]) -> None:
+    def __init__(self, table: RecordTable, schema: Any, groups: list[list[FilePiece]]) -> None:
         super().__init__()
         self._table = table
         self._schema = schema
@@ -153,7 +153,7 @@ class FFServeDatasource(Datasource):
 
 
 def _reading(
-    table: RecordTable, group: Sequence[Piece], schema: Any, counter: Any
+    table: RecordTable, group: Sequence[FilePiece], schema: Any, counter: Any
 ) -> Callable[[], Iterable[Any]]:
     def read_records() -> Iterator[Any]:
         skipped = None if counter is None else lambda n: ray.get(counter.add.remote(n))
@@ -196,7 +196,7 @@ class _Skipped:
 
 
 _counters: dict[str, Any] = {}
-"""The actor by job: it lives as long as it is referred to."""
+"""The actor of each job, which lives as long as it is referred to."""
 
 
 def _counter() -> Any:

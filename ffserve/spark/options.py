@@ -30,7 +30,7 @@ _READ_OPTIONS = (
     *("on_error", "basePath", "maxPartitionBytes"),
 )
 _TABLE_OPTIONS = ("owner", "provider", "location", "external", "comment", "collation")
-"""Properties that Spark adds to the options of a table; they mean nothing here."""
+"""Spark adds these properties to the options of a table; they mean nothing here."""
 _WRITE_OPTIONS = ("path", "recordType", "codec", "maxRecordsPerFile", "partitionOverwriteMode")
 
 JOB, SAVE_MODE, PARTITION_BY = "ffserve.job", "ffserve.mode", "ffserve.partitionBy"

@@ -10,7 +10,7 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import StructType
 
 from ffserve.arrow import hive, reading
-from ffserve.arrow.reading import Piece, RecordTable
+from ffserve.arrow.reading import FilePiece, RecordTable
 from ffserve.errors import FFServeError, UsageError
 from ffserve.spark.options import ReadOptions, Settings
 
@@ -41,7 +41,7 @@ def infer_schema(format: str, options: ReadOptions, settings: Settings) -> Struc
     return from_arrow_schema(schema)
 
 
-class RecordReader(DataSourceReader):
+class TableReader(DataSourceReader):
     """Reads the columns of a schema from record files."""
 
     def __init__(
@@ -64,8 +64,8 @@ class RecordReader(DataSourceReader):
             raise error.with_traceback(None) from None  # Spark would show all frames
         return [InputPartition(tuple(group)) for group in self._packed(pieces, limit)]
 
-    def _packed(self, pieces: Iterable[Piece], limit: int) -> Iterator[list[Piece]]:
-        group: list[Piece] = []
+    def _packed(self, pieces: Iterable[FilePiece], limit: int) -> Iterator[list[FilePiece]]:
+        group: list[FilePiece] = []
         total = 0
         for piece in pieces:
             if group and total + piece.size > limit:

@@ -69,13 +69,13 @@ class RecordSource(DataSource):
     @_plainly
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return a reader of these columns. Raises: UsageError."""
-        from ffserve.spark.reading import RecordReader
+        from ffserve.spark.reading import TableReader
 
         given = self.options
         if not given.keys() & {"path", "paths"} and _OPTIONS in (schema[0].metadata or {}):
             given = CaseInsensitiveDict(json.loads(schema[0].metadata[_OPTIONS]))
         options = options_of.read_options(self.format, given)
-        return RecordReader(self.format, schema, options, self.settings)
+        return TableReader(self.format, schema, options, self.settings)
 
     @_plainly
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:

@@ -43,7 +43,8 @@ _MODE = 0o600
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 HUGE_PAGE = 2 << 20
-"""Bytes. Where the kernel's huge pages have another size, mappings suit some of them."""
+"""The size of a huge page in bytes. Where the kernel's huge pages have another size, some mappings
+are not aligned to them."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

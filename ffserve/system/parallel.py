@@ -21,7 +21,7 @@ from typing import Any
 from ffserve.errors import FFServeError
 
 Progress = Callable[[int, int], None]
-"""Called with the samples and bytes done since the last call."""
+"""A task calls it with the samples and bytes done since its last call."""
 
 
 class WorkerError(FFServeError):

@@ -10,7 +10,7 @@ from ffserve.errors import AccessDenied, MissingFile, UsageError
 
 SYSTEM_SOCKET = "/run/ffserve/ffserve.sock"
 MAX_SOCKET_PATH = 107
-"""Bytes of a path in ``struct sockaddr_un``, without the terminating zero."""
+"""A path in ``struct sockaddr_un`` has at most this many bytes, without the terminating zero."""
 
 
 def default_socket_path() -> str:

@@ -25,13 +25,13 @@ from ffserve.torch.dataset import announce, has_repeats, reached, readers_below,
 log = logging.getLogger("ffserve")
 
 REPORT_INTERVAL_S = 0.05
-"""A position is reported after this time, or"""
+"""The position of the loop is reported after this time."""
 REPORTS_PER_EPOCH = 100
-"""after this fraction of the epoch if that is sooner, but"""
+"""The position is also reported after this fraction of the epoch, if that is sooner."""
 MIN_INTERVAL_S = 0.01
-"""never sooner than this."""
+"""The position is never reported more often than this."""
 SETTLE_TIMEOUT_S = 0.5
-"""How long an iteration waits for the announcements of the one before it; after that it begins
+"""An iteration waits this long for the announcements of the one before it, and then begins
 unannounced. Only a daemon that hangs takes so long."""
 
 
@@ -230,9 +230,9 @@ class Announcer:
 
 
 _announcers: weakref.WeakSet[Announcer] = weakref.WeakSet()
-"""Those that have announced and are still in use."""
+"""Announcers that have announced an order and are still in use."""
 _lock = threading.Lock()
-"""For `_announcers` and what replaced each one's announcements."""
+"""It guards `_announcers`, and what replaced the announcements of each."""
 
 
 def _unlock_after_fork() -> None:

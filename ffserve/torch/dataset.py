@@ -30,7 +30,8 @@ from ffserve.errors import SampleIndexError, UsageError
 from ffserve.torch.prepared import Preparer
 
 _EPOCHS_KEPT = 3
-"""Announced epochs whose positions are counted per part: the current one, and the next."""
+"""The positions of this many announced epochs are counted per part: the current epoch and the next
+one."""
 
 
 class DatasetIndexTypeError(UsageError, TypeError):

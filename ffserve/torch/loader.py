@@ -54,18 +54,19 @@ from ffserve.torch.samplers import (
 )
 from ffserve.torch.segments import Receiver, WorkerChannels, memory_limit
 from ffserve.torch.threads import ThreadedRequests
-from ffserve.torch.transfer import Failure, MessageWriter, RawBatches, keep_queues
+from ffserve.torch.transfer import BatchFailure, MessageWriter, RawBatches, keep_queues
 
 MESSAGE_SIZE = 8 << 20
-"""Small batches share a message up to so many bytes of samples, and"""
+"""Small batches share a message up to this many bytes of samples."""
 MESSAGE_BATCHES = 32
-"""so many batches."""
+"""A message has at most this many batches."""
 MIN_MESSAGES = 4
-"""Messages per epoch that every worker makes at least, or some workers would have nothing to do."""
+"""Every worker makes at least this many messages per epoch; otherwise some workers would have
+nothing to do."""
 
 _REFUSES_ONE_INDEX = (TypeError, AssertionError, AttributeError, UsageError)
 _POSITION = ("batches", "epoch", "generator")
-"""The entries in which two states of one loader may differ."""
+"""Two states of one loader may differ in these entries."""
 
 
 class StepError(UsageError, AssertionError):
@@ -420,7 +421,7 @@ class BatchDataset(torch.utils.data.Dataset[Any]):
             try:
                 answers.append((batches, samples, self._batch(wanted)))
             except Exception as error:
-                answers.append(Failure(error, worker))
+                answers.append(BatchFailure(error, worker))
             batch_made()
         return answers
 
@@ -507,13 +508,13 @@ class _BatchIterator(Iterator[Any]):
             except Exception as error:
                 if self._receiver is not None:
                     # An error of the worker itself: a frame of torch's has a name for it, and the
-                    # circle would keep the iterator and its workers; see Failure.reraise.
+                    # circle would keep the iterator and its workers; see BatchFailure.reraise.
                     traceback.clear_frames(error.__traceback__)
                 raise
             self._answers = message if isinstance(message, RawBatches) else deque(message)
             del message
         answer: Any = self._answers.popleft()
-        if isinstance(answer, Failure):
+        if isinstance(answer, BatchFailure):
             answer.reraise()
         batches, samples, batch = answer
         self._plan.handed_out(self._iteration, batches, samples)

@@ -24,9 +24,10 @@ from ffserve.dtypes import Bytes, Int64s
 from ffserve.errors import FormatError, ProtocolError, ServerUnavailable, UsageError
 
 _HEAD = struct.Struct("<4sHBB")
-"""Magic, size of the whole header, container, number of parts."""
+"""The header begins with its magic, its whole size, the container and the number of parts."""
 _PART = struct.Struct("<BBBBQ")
-"""Kind, dimensions, bytes of the name of the type, bytes of the key; bytes of the content."""
+"""Each part has its kind, its dimensions, the bytes of the name of its type, the bytes of its key,
+and the bytes of its content."""
 _MAGIC = b"FFP1"
 _SINGLE, _TUPLE, _DICT = range(3)
 _BYTES, _ARRAY, _TENSOR, _INT, _FLOAT, _BOOL = range(6)
@@ -36,12 +37,12 @@ _MOST_NAME = 200
 COLD_SHARE = 0.25
 """Raw samples are read ahead if a smaller share of the prepared ones is in memory."""
 _MOST_LAYOUTS = 4096
-"""Headers whose meaning is kept."""
+"""The meanings of this many different headers are kept."""
 _KINDS: dict[type[Any], int] = {bytes: _BYTES, int: _INT, float: _FLOAT, bool: _BOOL}
 _NUMBERS: dict[int, Any] = {_INT: struct.Struct("<q"), _FLOAT: struct.Struct("<d")}
 
 
-class _Part(NamedTuple):
+class _ValuePart(NamedTuple):
     """One part of a result: what it is, and where its bytes are."""
 
     kind: int
@@ -54,7 +55,7 @@ class _Part(NamedTuple):
 
 class _Layout(NamedTuple):
     container: int
-    parts: list[_Part]
+    parts: list[_ValuePart]
     size: int
 
 
@@ -163,7 +164,9 @@ def _parse(packed: bytes) -> _Layout:
         at += name_size + key_size
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
         end = start + size
-        parts.append(_Part(kind, _type(kind, name, shape, size), shape, key.decode(), start, end))
+        parts.append(
+            _ValuePart(kind, _type(kind, name, shape, size), shape, key.decode(), start, end)
+        )
     if container not in (_SINGLE, _TUPLE, _DICT) or (container == _SINGLE and count != 1):
         raise ValueError(f"container {container} of {count}")
     return _Layout(container, parts, end)
@@ -208,7 +211,7 @@ def _made(layout: _Layout, sample: Bytes) -> Any:
     return {part.key: each for part, each in zip(layout.parts, made, strict=True)}
 
 
-def _part(part: _Part, content: Bytes) -> Any:
+def _part(part: _ValuePart, content: Bytes) -> Any:
     if part.kind == _TENSOR:
         if not len(content):
             return torch.empty(part.shape, dtype=part.type)

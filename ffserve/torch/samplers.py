@@ -55,7 +55,8 @@ _COUNTS = ("seed", "world_size", "epoch", "split_at", "position")
 _CHUNK_COUNT = 4096
 _MAX_NAME_LENGTH = 180
 _ORDERS_KEPT = 2
-"""The current epoch's, and the next one's when it was announced."""
+"""This many orders are kept: that of the current epoch, and that of the next one after it was
+announced."""
 
 
 class EpochSampler(Sampler[int]):

@@ -41,7 +41,7 @@ from ffserve.engine.shm import Flag
 
 FREE, TAKEN, LEFT = 0, 1, 2
 HEAD_SIZE = 64
-"""Bytes before a segment's room; a cache line, for the word."""
+"""The room of a segment begins after this many bytes: a cache line, which holds the word."""
 SMALLEST_SIZE = 64 << 10
 _MADV_POPULATE_WRITE = 23
 _MAP_FAILED = ctypes.c_void_p(-1).value

@@ -16,7 +16,7 @@ from typing import Any
 import torch.utils.data
 
 BATCHES_AHEAD = 2
-"""Batches per thread that are begun before the loop asks for them."""
+"""Each thread has begun this many batches before the loop asks for them."""
 
 
 class ThreadedRequests(torch.utils.data.Sampler[Future[Any]]):

@@ -51,14 +51,15 @@ PLACED_SIZE = 16 << 10
 """Samples below this size, in bytes, are not read into the segment: copying them from the
 processor's cache costs less than looking where they lie."""
 UNPLACED_COUNT = 64
-"""Messages whose samples are not read into the segment, after one in which that was of no use."""
+"""After a message whose samples were read into the segment in vain, the samples of this many
+messages are not."""
 _UINT8 = np.dtype(np.uint8)
 
 Alive = Callable[[], object]
 """Returns None when nobody holds something any more."""
 
 
-class Message:
+class WorkerMessage:
     """A message in torch's queue: unpickles as ``open(*arguments)``."""
 
     __slots__ = ("arguments", "open")
@@ -71,7 +72,7 @@ class Message:
         return self.open, self.arguments
 
 
-class Failure:
+class BatchFailure:
     """The error of one batch, on its way from a worker to the training process.
 
     torch makes a worker's exception anew from its class and a text, and attributes are lost. An
@@ -204,7 +205,7 @@ def _open(buffer: Any, start: int, stop: int) -> list[Any]:
     whole = memoryview(buffer).cast("B")
     answers: list[Any] = []
     for head, *content in pickle.loads(whole[start:stop]):
-        if isinstance(head, Failure):
+        if isinstance(head, BatchFailure):
             answers.append(head)
             continue
         kind, *rest = content
@@ -245,7 +246,7 @@ class MessageWriter:
         batches: int,
         samples: int,
         batch_size: int,
-    ) -> Message | None:
+    ) -> WorkerMessage | None:
         """Return a message of raw samples; None if not all of them can be read.
 
         Args: as of ``RawBatches``.
@@ -264,8 +265,8 @@ class MessageWriter:
         common = size if (sizes == size).all() else sizes.tobytes()
         arguments = common, batches, samples, len(indices), batch_size
         if segment is None:
-            return Message(RawBatches, bytearray(batch.buffer), *arguments)
-        return Message(_open_raw, self._sender.send(segment), *arguments)
+            return WorkerMessage(RawBatches, bytearray(batch.buffer), *arguments)
+        return WorkerMessage(_open_raw, self._sender.send(segment), *arguments)
 
     @contextlib.contextmanager
     def message(self, batch_count: int) -> Iterator[None]:
@@ -277,7 +278,8 @@ class MessageWriter:
             yield
 
     def batch_made(self) -> None:
-        """Note that a batch was made: where somebody keeps samples under it, it becomes a copy."""
+        """Note that a batch was made. If the caller still holds samples that its tensors share memory
+        with, these tensors become copies."""
         for table, alive in self._tables:
             if alive() is not None:
                 copy = table.clone()
@@ -287,7 +289,7 @@ class MessageWriter:
     def finish(self, answers: list[Any]) -> Any:
         """Return a message of the answers, or the answers if only torch can hand them over.
 
-        Args: answers: (batches, samples, batch) or Failure; emptied if the message has them.
+        Args: answers: (batches, samples, batch) or BatchFailure; emptied if the message has them.
         """
         payload, self._payload = self._payload or Payload(None), None
         try:
@@ -315,12 +317,12 @@ class MessageWriter:
             return self._inline(payload, start, stop)
         segment.flag.set(TAKEN)
         payload.write(np.frombuffer(segment.lend(), np.uint8), everything=not in_place)
-        return Message(_open_segment, self._sender.send(segment), start, stop)
+        return WorkerMessage(_open_segment, self._sender.send(segment), start, stop)
 
-    def _inline(self, payload: Payload, start: int, stop: int) -> Message:
+    def _inline(self, payload: Payload, start: int, stop: int) -> WorkerMessage:
         buffer = bytearray(stop)
         payload.write(np.frombuffer(buffer, np.uint8), everything=True)
-        return Message(_open, buffer, start, stop)
+        return WorkerMessage(_open, buffer, start, stop)
 
     def _place(self, sizes: Int64s) -> tuple[list[Bytes], NDArray[np.uint64]] | None:
         """Return arrays for samples that are about to be read; see `client.source.Place`."""
@@ -464,7 +466,7 @@ class Payload:
 
     def add(self, answer: Any) -> None:
         """Add an answer behind the others."""
-        if isinstance(answer, Failure):
+        if isinstance(answer, BatchFailure):
             self._table.append((answer,))
             return
         *head, batch = answer

@@ -21,11 +21,12 @@ from ffserve.errors import FFServeError
 from ffserve.reader import Reader
 
 KEPT_SIZE = 32 << 20
-"""Bytes of samples that a process keeps, beside the one in use."""
+"""A process keeps this many bytes of samples besides the sample in use."""
 AHEAD_SIZE, AHEAD_COUNT = 2 << 20, 256
 """Limits of what is read ahead."""
 NEAR = 64
-"""A sample so close behind the last one is the next one: several processes answer by turns."""
+"""A sample this close behind the last one counts as the next one, since several processes answer by
+turns."""
 
 
 class SampleReader:

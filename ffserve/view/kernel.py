@@ -17,7 +17,8 @@ import struct
 from ffserve.errors import ReadError
 
 HEADER = struct.Struct("<IIQQIIIHH")
-"""Of a request: size, operation, number, node, uid, gid, thread, two that are not used here."""
+"""A request begins with its size, operation, number, node, uid, gid and thread, and two fields that
+are not used here."""
 _ANSWER = struct.Struct("<IiQ")
 _ENTRY = struct.Struct("<4Q2I3Q")
 _ATTRIBUTES_FOR = struct.Struct("<Q2I3Q")
@@ -28,15 +29,15 @@ _OPENED = struct.Struct("<Q2i")
 _INIT = struct.Struct("<4I2H2I2H2IH22x")
 _INIT_ASKED = struct.Struct("<5I")
 READ = struct.Struct("<2QI")
-"""Of a read: handle, offset, size; what follows is not used here."""
+"""A read has a handle, an offset and a size; the fields that follow are not used here."""
 
 REQUEST_SIZE = 16 << 10
-"""Of the buffer that a request is read into; the kernel demands 8 KiB at least."""
+"""A request is read into a buffer of this size; the kernel demands at least 8 KiB."""
 BLOCK_SIZE = 512
 FOREVER_S = 1 << 30
-"""Names, sizes and bytes never change."""
+"""The kernel may keep names, sizes and bytes for so long, because they never change."""
 READ_SIZE = 1 << 20
-"""Largest read, the kernel's own limit (fs.fuse.max_pages_limit)."""
+"""The largest read has this size, which is the kernel's own limit (fs.fuse.max_pages_limit)."""
 READ_AHEAD_SIZE = 1 << 20
 READS_IN_BACKGROUND = 64
 
@@ -51,7 +52,7 @@ _WANTED = (
 )  # fmt: skip
 _KEEP_CACHE, _NO_FLUSH, _OPEN_PASSTHROUGH = 1 << 1, 1 << 5, 1 << 7
 _STACK_DEPTH = 2
-"""Of file systems on each other: the view on an overlay on another one."""
+"""File systems may be stacked this deep: the view on an overlay on another one."""
 _BACKING_OPEN = 0x4010E501
 _BACKING = struct.Struct("<iIQ")
 
@@ -104,9 +105,9 @@ def entry(node: int, size: int, common: bytes) -> bytes:
 
 ENTRY_SIZE = _ENTRY.size + _COMMON.size
 NO_ENTRY = _ENTRY.pack(0, 0, FOREVER_S, *[0] * 6) + bytes(_COMMON.size)
-"""The answer to LOOKUP of a name that does not exist; the kernel remembers it."""
+"""This answers a LOOKUP of a name that does not exist; the kernel remembers it."""
 NO_NODE = bytes(ENTRY_SIZE)
-"""Before an entry of READDIRPLUS: the kernel asks for the file when it is needed."""
+"""This stands before an entry of READDIRPLUS; the kernel asks for the file when it is needed."""
 
 
 def directory_entry(name: bytes, node: int, kind: int, offset: int) -> bytes:

@@ -26,7 +26,7 @@ _TYPE = f"fuse.{SUBTYPE}"
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV = 1, 2, 4
 _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
 _DEAD = (errno.ENOTCONN, errno.ECONNABORTED)
-"""The process behind a mount has ended."""
+"""These errors say that the process behind a mount has ended."""
 _HELPERS = ("fusermount3", "fusermount")
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -34,12 +34,12 @@ from ffserve.view.tree import ROOT, SAMPLES, Node, Tree
 log = logging.getLogger("ffserve")
 
 THREADS = 4
-"""Per process: reads of the disk wait side by side."""
+"""A process answers in this many threads, so that reads of the disk wait side by side."""
 SAID_COUNT = 20
-"""Damaged samples that a process names in its log."""
+"""A process names at most this many damaged samples in its log."""
 Payload: TypeAlias = "bytes | bytearray | memoryview"
 Function: TypeAlias = Callable[[int, memoryview], Payload]
-"""Answers an operation about a node, from what follows the header."""
+"""A function answers an operation about a node, given the bytes that follow the header."""
 _SIGKILL_PENDING = 1 << 8
 _GONE = (errno.ENODEV, errno.EBADF)
 _AGAIN = (errno.ENOENT, errno.EAGAIN, errno.EINTR)
@@ -88,7 +88,7 @@ class Running:
         return 0
 
 
-class Server:
+class ViewServer:
     """Answers requests.
 
     Args:

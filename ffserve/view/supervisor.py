@@ -36,19 +36,21 @@ from ffserve.folders.folder_index import Folder
 from ffserve.server.users.access import everybody_may_read
 from ffserve.store.urls import is_url
 from ffserve.view import kernel, mounting
-from ffserve.view.serving import THREADS, Running, Server, ViewFile
+from ffserve.view.serving import THREADS, Running, ViewFile, ViewServer
 from ffserve.view.tree import ROOT, Shown, Tree, names_of, unusable
 
 log = logging.getLogger("ffserve")
 
 PROCESSES = 4
-"""At most; one per core."""
+"""A view has at most this many processes, and at most one per core."""
 END_S = 1.0
-"""A killed process that waits for a disk that hangs ends when that answers, or never."""
+"""A view waits this long for killed processes. One that waits for a disk that hangs ends when the
+disk answers, or never."""
 _PR_SET_PDEATHSIG = 1
 _ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _NOT_BACKED = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.ELOOP)
-"""The kernel does not read a file itself: no permission, or a file system that does not do it."""
+"""With these errors the kernel does not read a file itself: permission is missing, or the file
+system cannot do it."""
 
 
 @dataclass(frozen=True)
@@ -178,9 +180,9 @@ class View:
         watched = {*ending, signal.SIGCHLD}
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
-        parts: list[_Part] = []
+        parts: list[_MountedPart] = []
         try:
-            parts.append(_Part(path, self._options.allow_other))
+            parts.append(_MountedPart(path, self._options.allow_other))
             offered = kernel.greet(parts[0].device, passthrough=False)
             mounting.read_ahead(path, kernel.READ_AHEAD_SIZE)
             self._fork(parts[0], ROOT, min(os.cpu_count() or 1, PROCESSES), forked)
@@ -193,9 +195,11 @@ class View:
                 part.end()
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def _mount_shards(self, path: str, parts: list[_Part], forked: Callable[[], object]) -> None:
+    def _mount_shards(
+        self, path: str, parts: list[_MountedPart], forked: Callable[[], object]
+    ) -> None:
         """Mount shards/ once more, as a file system whose files the kernel reads itself."""
-        part = _Part(path, self._options.allow_other)
+        part = _MountedPart(path, self._options.allow_other)
         parts.append(part)
         kernel.greet(part.device, passthrough=True)
         for file in self.files:
@@ -212,18 +216,20 @@ class View:
             parts.remove(part)
             part.end()
 
-    def _fork(self, part: _Part, root: int, count: int, forked: Callable[[], object]) -> None:
+    def _fork(
+        self, part: _MountedPart, root: int, count: int, forked: Callable[[], object]
+    ) -> None:
         """Start processes that answer for a part."""
         running = Running(count * THREADS)
         for k in range(count):
-            server = Server(
+            server = ViewServer(
                 part.device, self.tree, self._reader, self.files,
                 root=root, opens=root != ROOT, running=running,
             )  # fmt: skip
             part.processes.append(_forked(partial(_run, server, k * THREADS, forked)))
 
 
-class _Part:
+class _MountedPart:
     """A file system of the view, and the processes that answer for it.
 
     Raises: as `mounting.mount`.
@@ -252,7 +258,7 @@ class _Part:
                 time.sleep(0.01)
 
 
-def _run(server: Server, first: int, forked: Callable[[], object]) -> None:
+def _run(server: ViewServer, first: int, forked: Callable[[], object]) -> None:
     forked()
     server.run(first)
 
@@ -281,7 +287,7 @@ def _forked(run: Callable[[], object]) -> int:
         os._exit(code)
 
 
-def _wait(parts: list[_Part], watched: set[signal.Signals]) -> int:
+def _wait(parts: list[_MountedPart], watched: set[signal.Signals]) -> int:
     """Return when the view is to end, with the exit code."""
     while parts[0].processes:  # else it was unmounted
         if signal.sigwait(watched) != signal.SIGCHLD:

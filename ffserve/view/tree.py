@@ -29,9 +29,9 @@ from ffserve.store.urls import is_url, shown
 
 ROOT = 1
 FOLDER_COUNT = 10_000
-"""Numbered samples in a folder."""
+"""A folder has this many numbered samples."""
 NAME_SIZE = 255
-"""Bytes of the longest name that the kernel takes."""
+"""The kernel takes names of at most this many bytes."""
 _FOLDERS, SAMPLES = 1 << 40, 1 << 41
 """Node numbers of the folders, and of the samples, that have numbers for names."""
 

@@ -17,7 +17,7 @@ pytest.importorskip("fsspec")
 pytest.importorskip("aiohttp")
 
 from ffserve.arrow import hive, reading  # noqa: E402 - without pyarrow it cannot be imported
-from ffserve.arrow.reading import Piece, RecordTable  # noqa: E402
+from ffserve.arrow.reading import FilePiece, RecordTable  # noqa: E402
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("tfrecord", {}), ("tfrecord", {"compression": "gzip"}), ("ffrecord", {}),
@@ -36,7 +36,7 @@ def written(path: Path, format: str, records: list[bytes], **options: Any) -> by
     return path.read_bytes()
 
 
-def ids(table: RecordTable, piece: Piece) -> list[int]:
+def ids(table: RecordTable, piece: FilePiece) -> list[int]:
     schema = pa.schema([("id", pa.int64())])
     return [k for batch in reading.batches(table, piece, schema) for k in batch["id"].to_pylist()]
 
@@ -100,7 +100,7 @@ def test_damaged_and_replaced_remote_files(
     content = bytearray(written(tmp_path / "a", "tfrecord", encoded(1000)))
     content[len(content) // 2] ^= 1
     [file] = hive.find_files([server.put("a.tfrecord", bytes(content))])
-    piece = Piece(file.path, file.size, version=file.version)
+    piece = FilePiece(file.path, file.size, version=file.version)
     with pytest.raises(ChecksumError, match="sample 5"):
         ids(RecordTable("tfrecord", "Example"), piece)
     skipped: list[int] = []
@@ -117,4 +117,4 @@ def test_damaged_and_replaced_remote_files(
         [file] = hive.find_files([url])
         server.put("b", written(tmp_path / "c", format, encoded(100, 500)))
         with pytest.raises(ReadError, match="changed at the origin"):
-            ids(RecordTable(format, "Example"), Piece(url, file.size, version=file.version))
+            ids(RecordTable(format, "Example"), FilePiece(url, file.size, version=file.version))

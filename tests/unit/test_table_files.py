@@ -14,7 +14,7 @@ from daemon import serving
 import ffserve
 from ffserve import example
 from ffserve.arrow import hive, reading
-from ffserve.arrow.reading import Piece, RecordTable
+from ffserve.arrow.reading import FilePiece, RecordTable
 from ffserve.arrow.staging import OutputJob
 from ffserve.arrow.writing import TableOutput, write_task
 from ffserve.errors import FFServeError, FormatError, UsageError
@@ -31,7 +31,7 @@ def write(path: Path, count: int, format: str) -> Path:
     return path
 
 
-def ids(table: RecordTable, piece: Piece, schema: Any = SCHEMA) -> list[int]:
+def ids(table: RecordTable, piece: FilePiece, schema: Any = SCHEMA) -> list[int]:
     return [k for batch in reading.batches(table, piece, schema) for k in batch["id"].to_pylist()]
 
 
@@ -103,7 +103,7 @@ def test_damage_at_any_byte_of_frames_is_an_error_after_the_records_before_it(fr
                 data[at] ^= 1
             frames.write_bytes(data)
             found = []
-            piece = Piece(str(frames), len(data))
+            piece = FilePiece(str(frames), len(data))
             if cut and at in (0, *ends):
                 continue  # a file with fewer records
             with pytest.raises(FFServeError, match=r"a\.tfrecord"):
@@ -115,7 +115,7 @@ def test_damage_at_any_byte_of_frames_is_an_error_after_the_records_before_it(fr
 def test_a_file_that_shrinks_while_its_frames_are_read_is_an_error(frames: Path) -> None:
     found = []
     with pytest.raises(FFServeError, match=r"a\.tfrecord"):
-        piece = Piece(str(frames), frames.stat().st_size)
+        piece = FilePiece(str(frames), frames.stat().st_size)
         for batch in reading.batches(RecordTable("tfrecord", "Example"), piece, SCHEMA):
             found += batch["id"].to_pylist()
             os.truncate(frames, 100)
