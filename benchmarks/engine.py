@@ -16,7 +16,8 @@ from ffserve.bench.ceilings import Case, Delivered
 from ffserve.bench.samples import MIB, BenchmarkData
 from ffserve.engine import io
 from ffserve.engine.codec import CRC_32, CRC_NONE
-from ffserve.engine.shm import ENTRY_DTYPE, retract
+from ffserve.engine.shm import retract
+from ffserve.engine.slots import ENTRY_DTYPE
 
 BATCH = 64
 DEPTH = 64

@@ -28,8 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from ffserve.dtypes import Bools, Int32s, Int64s, UInt32s, UInt64s
-from ffserve.engine.shm import ENTRY_DTYPE
-from ffserve.engine.slots import Shards
+from ffserve.engine.slots import ENTRY_DTYPE, Shards
 from ffserve.errors import ReadError
 from ffserve.formats.base import UNKNOWN_LENGTH, ChunkedShard
 from ffserve.system.memfd import MemoryFile, SharedMemory, discard_zeros, private_zeros

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.dtypes import Bytes
-from ffserve.engine.shm import ENTRY_DTYPE
+from ffserve.engine.slots import ENTRY_DTYPE
 from ffserve.errors import ProtocolError, ReadError, ServerUnavailable
 from ffserve.protocol import MOST_FILES
 from ffserve.system.memfd import can_map, is_sealed, map_read_only

@@ -30,9 +30,6 @@ NOWHERE = 2**64 - 1
 DURATIONS: int = lib.FFS_DURATIONS
 """Buckets of `MappedView.take_times`."""
 
-ENTRY_DTYPE = np.dtype([("seq", "u4"), ("length_low", "u4"), ("place", "u8")])
-assert ENTRY_DTYPE.itemsize == ffi.sizeof("ffs_entry")
-
 _INT64 = np.dtype(np.int64)
 _UINT8 = np.dtype(np.uint8)
 _UINT64 = np.dtype(np.uint64)

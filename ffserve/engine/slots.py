@@ -14,6 +14,10 @@ import numpy as np
 from ffserve.dtypes import Bools, Bytes, Floats, Int32s, Int64s
 from ffserve.engine.core import DOUBLES, I32S, I64S, U8S, ffi, from_buffer, lib
 
+ENTRY_DTYPE = np.dtype([("seq", "u4"), ("length_low", "u4"), ("place", "u8")])
+"""An entry of the directory: where a sample lies in the arena."""
+assert ENTRY_DTYPE.itemsize == ffi.sizeof("ffs_entry")
+
 ROWS: int = lib.FFS_BLOCK_ROWS
 """Rows of a table of blocks, int64[ROWS, n]: first sample, number of samples, begin and end in the
 file, bytes of memory that it needs, shard."""

@@ -32,7 +32,8 @@ from hypothesis import strategies as st
 from ffserve.engine import io
 from ffserve.engine.codec import CRC_32, CRC_32C, CRC_NONE, checksum
 from ffserve.engine.io import Engine, EngineBatch, open_direct
-from ffserve.engine.shm import ENTRY_DTYPE, NOWHERE
+from ffserve.engine.shm import NOWHERE
+from ffserve.engine.slots import ENTRY_DTYPE
 from ffserve.errors import UsageError
 from ffserve.system.memfd import SharedMemory
 
@@ -902,7 +903,8 @@ import tempfile
 import numpy as np
 from ffserve.engine import io
 from ffserve.engine.io import open_direct
-from ffserve.engine.shm import ENTRY_DTYPE, MappedView
+from ffserve.engine.shm import MappedView
+from ffserve.engine.slots import ENTRY_DTYPE
 
 assert io.probe()[0] == best, io.describe()
 if best != "registered":

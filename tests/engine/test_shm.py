@@ -20,7 +20,8 @@ from ffserve.engine import arrays, io
 from ffserve.engine.codec import CRC_32, checksum
 from ffserve.engine.core import lib
 from ffserve.engine.io import Engine, open_direct
-from ffserve.engine.shm import ENTRY_DTYPE, NOWHERE, Located, MappedView, publish, retract
+from ffserve.engine.shm import NOWHERE, Located, MappedView, publish, retract
+from ffserve.engine.slots import ENTRY_DTYPE
 from ffserve.errors import ReadError, SampleIndexError, UsageError
 
 UNKNOWN = (0xFFFFFFFF, 0xFFFF << 48)

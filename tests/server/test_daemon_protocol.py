@@ -36,7 +36,7 @@ from daemon import (
 import ffserve
 import ffserve.client.failover
 from ffserve import protocol
-from ffserve.engine.shm import ENTRY_DTYPE
+from ffserve.engine.slots import ENTRY_DTYPE
 from ffserve.errors import (
     FFServeError,
     ProtocolError,

@@ -18,7 +18,7 @@ from daemon import Daemon, Raw, asking, get, run_python, sample, serving, until,
 from ffserve import protocol
 from ffserve.client.memory import DomainMemory
 from ffserve.disk import index_file
-from ffserve.engine.shm import ENTRY_DTYPE
+from ffserve.engine.slots import ENTRY_DTYPE
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users")
 

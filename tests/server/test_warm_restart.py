@@ -541,7 +541,7 @@ def test_shards_are_compared_with_their_files(paths: list[str]) -> None:
 
 
 def test_entries_that_point_elsewhere_are_dropped(paths: list[str]) -> None:
-    from ffserve.engine.shm import ENTRY_DTYPE
+    from ffserve.engine.slots import ENTRY_DTYPE
     from ffserve.system.memfd import MemoryFile, SharedMemory
 
     rng = np.random.default_rng(0)

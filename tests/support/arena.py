@@ -8,7 +8,8 @@ import os
 import numpy as np
 
 from ffserve.engine.io import Engine
-from ffserve.engine.shm import ENTRY_DTYPE, MappedView, retract
+from ffserve.engine.shm import MappedView, retract
+from ffserve.engine.slots import ENTRY_DTYPE
 
 MIB = 1 << 20
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ffserve import protocol
-from ffserve.engine.shm import ENTRY_DTYPE
+from ffserve.engine.slots import ENTRY_DTYPE
 from ffserve.system.memfd import SharedMemory
 
 

@@ -9,8 +9,7 @@ from ffserve import limits
 from ffserve.cache import inventory
 from ffserve.cache.arena import SMALLEST_SLOT
 from ffserve.cache.inventory import LAYOUT, MAGIC, Inventory, ShardRow
-from ffserve.engine.shm import ENTRY_DTYPE
-from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT
+from ffserve.engine.slots import ENTRY_DTYPE, FAILED, FREE, LOADING, RESIDENT
 
 
 def test_another_layout_has_another_number() -> None:

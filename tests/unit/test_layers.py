@@ -117,7 +117,7 @@ DOORS = {
     "store.urls": ("arrow cli compat view", "what is a URL, and how it is shown"),
     "store.warming": ("cli", "`ffserve warm`"),
     "store.public": ("inputs", "remote files are found, copied and written"),
-    "client.preparing": ("torch", "TODO"),
+    "client.preparing": ("torch", "prepared samples are an offer to frameworks"),
     "system.machine": ("doctor", "limits of memory are examined"),
     "system.memfd": ("doctor", "shared memory is tried"),
     "system.parallel": ("compat convert", "worker processes that report progress"),

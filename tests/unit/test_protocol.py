@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ffserve import limits, protocol
-from ffserve.engine.shm import ENTRY_DTYPE
+from ffserve.engine.slots import ENTRY_DTYPE
 from ffserve.errors import BY_CODE, FFServeError, ProtocolError, ReadError
 from ffserve.protocol import FROM_CLIENT, FROM_SERVER, Decoder, Message, encode
 from ffserve.server.prepared import claims
