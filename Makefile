@@ -57,7 +57,7 @@ demo: setup
 lint: setup
 	@$(python) -m ruff check .
 	@$(python) -m ruff format --check .
-	@.venv/bin/clang-format --dry-run --Werror ffserve/engine/*.[ch]
+	@.venv/bin/clang-format --dry-run --Werror ffserve/engine/*/*.[ch]
 	@$(python) -m mypy
 
 check: lint

@@ -35,6 +35,7 @@ from benchmarks.harness.peers import BY_NAME, import_streaming
 from ffserve.bench import processes
 from ffserve.bench.ceilings import Case, Delivered
 from ffserve.bench.samples import MIB, BenchmarkData, size_label
+from ffserve.config import MIN_STORE_SIZE
 from ffserve.errors import FFServeError, UsageError
 
 HERE = "benchmarks.store"
@@ -371,7 +372,12 @@ def _run(bench: Bench, data: BenchmarkData, function: str, *, limit: int, **case
         os.chmod(place, 0o700)
         case = {"urls": _urls(data), "limit": limit, "warm": 1, **served.case(), **case}
         if function in ("epochs", "limited"):
-            options = "--store-directory", f"{place}/store", "--store-size", str(limit)
+            options = (
+                "--store-directory",
+                f"{place}/store",
+                "--store-size",
+                str(max(limit, MIN_STORE_SIZE)),
+            )
             case["daemon"] = stack.enter_context(bench.daemon(data, data.size // 2, options))
         elif function == "download":
             source = f":s3:{BUCKET}/{Path(data.paths[0]).parent.name}"

@@ -39,7 +39,7 @@ from ffserve.errors import (
     raise_first,
 )
 from ffserve.formats.tfstream import RECORD_LIMIT
-from ffserve.store.origin import Identity
+from ffserve.store.origin import ObjectVersion
 
 T = TypeVar("T")
 
@@ -255,7 +255,7 @@ class Reader(BaseReader, Sequence[Bytes]):
         verify: bool,
         tolerant: bool = False,
         seen: Callable[[int], object] | None = None,
-        identities: tuple[Identity, ...] = (),
+        identities: tuple[ObjectVersion, ...] = (),
     ) -> None:
         request = OpenRequest(paths, format, server, verify, tolerant, seen, identities=identities)
         super().__init__(request)

@@ -1,9 +1,9 @@
 """Arrow record batches of tf.train.Example and SequenceExample messages.
 
-Records are decoded and encoded in C (engine/example.c), a column at a time. ``Inference`` finds the
-schema of records. Integers are stored as int64, all other numbers as float32; a value that does not
-survive that is an error with its row, never another value. This module needs pyarrow, and takes
-only the columns that a schema names, so fewer columns cost less.
+Records are decoded and encoded in C (engine/records/example.c), a column at a time. ``Inference``
+finds the schema of records. Integers are stored as int64, all other numbers as float32; a value
+that does not survive that is an error with its row, never another value. This module needs pyarrow,
+and takes only the columns that a schema names, so fewer columns cost less.
 """
 
 from __future__ import annotations

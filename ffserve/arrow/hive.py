@@ -23,7 +23,7 @@ import pyarrow as pa
 from ffserve.disk.files import wrap_os_error
 from ffserve.errors import FormatError, MissingFile, UsageError
 from ffserve.store.fetching import find
-from ffserve.store.origin import Identity, sized
+from ffserve.store.origin import ObjectVersion, sized
 from ffserve.store.urls import has_magic, is_url, shown
 
 NULL = "__HIVE_DEFAULT_PARTITION__"
@@ -72,7 +72,7 @@ class DataFile:
     path: str
     size: int
     values: Values = ()
-    version: Identity | None = None
+    version: ObjectVersion | None = None
 
 
 def local_path(path: str) -> str:

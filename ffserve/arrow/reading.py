@@ -39,7 +39,7 @@ from ffserve.errors import FFServeError, FormatError, UsageError
 from ffserve.formats.base import CHECKSUM_CRC32C, HEAD_SIZE, ReadAt
 from ffserve.formats.tfstream import compression_of
 from ffserve.store.opening import parsed
-from ffserve.store.origin import Identity
+from ffserve.store.origin import ObjectVersion
 from ffserve.store.ranges import RangedObject
 from ffserve.system.socket_path import find_socket
 
@@ -89,7 +89,7 @@ class FilePiece:
     stop: int | None = None
     begin: int = 0
     end: int = -1
-    version: Identity | None = None
+    version: ObjectVersion | None = None
 
 
 # ---- the schema ----------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def _head_of(file: DataFile | FilePiece) -> tuple[bytes, int]:
 
 
 @functools.lru_cache(maxsize=64)
-def _remote_head(version: Identity) -> bytes:
+def _remote_head(version: ObjectVersion) -> bytes:
     return _head(RangedObject(version).read_at(), version.size)
 
 

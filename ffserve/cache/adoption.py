@@ -21,7 +21,7 @@ from ffserve.dtypes import Bytes, Int32s, Int64s
 from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT, Slabs
 
 _STATE = 0x7F
-"""The bits of a state without the mark that a look-up may have left (slots.c: SEEN)."""
+"""The bits of a state without the mark that a look-up may have left (memory/slots.c: SEEN)."""
 _CHUNKED_SHIFT = 40
 """Blocks of chunks are not known yet."""
 _PART = 65_536

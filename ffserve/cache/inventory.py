@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from ffserve.cache.arena import SMALLEST_SLOT, SlabTables
 from ffserve.dtypes import Bytes, Int32s, Int64s
 from ffserve.errors import ReadError
+from ffserve.limits import MOST_DOMAINS, MOST_SHARDS
 from ffserve.system.memfd import MemoryFile, SharedMemory
 
 MAGIC = int.from_bytes(b"FFSERVE\0", "little")
@@ -64,12 +65,11 @@ HEADER = np.dtype(
 """generation: of daemons that had this memory. attempts: daemons that have begun to take it over
 since one did. next_number: samples below it had a number once. shard_rows: rows that were ever
 used. own_mount, host_mount: what the namespaces OWN and HOST were, see
-`server/users/access.py`. terms: see `Terms`."""
+`server/users/peers.py`. terms: see `Terms`."""
 UNUSED, COMMON, OWNED, UNCLAIMED = 0, 1, 2, 3
 DOMAIN = np.dtype(
     [("kind", "<i8"), ("serial", "<i8"), ("number", "<i8"), ("uid", "<i8"), ("namespace", "<i8")]
 )
-MOST_DOMAINS = 256
 SHARD = np.dtype(
     [
         ("base", "<i8"),  # + 1
@@ -94,8 +94,6 @@ SHARD = np.dtype(
 """A shard. domain: its serial. asked: the format in its key. path: the name, or its end."""
 _SHARD = struct.Struct("<qqQQqqqqQqqqii16s16s376s")
 assert _SHARD.size == SHARD.itemsize == 512
-MOST_SHARDS = 1 << 18
-"""Rows. Further shards are not kept over a restart."""
 VERIFIED, TOLERANT, CHUNKED, PREPARED = 1, 2, 4, 8
 """The flags of a shard. PREPARED: clients made its samples of those of the file."""
 _PATH_SIZE = SHARD["path"].itemsize

@@ -17,9 +17,8 @@ import numpy as np
 from ffserve.cache.orders import PARTS, AnnouncedOrder
 from ffserve.dtypes import Bools, Floats, Int64s
 from ffserve.engine.slots import mark
+from ffserve.limits import MOST_EPOCHS
 
-MOST_EPOCHS = 4
-"""Announced epochs that are held for one job."""
 MOST_ADVANCED = 65_536
 """Positions that a job advances at once; the loop of the daemon serves others in between."""
 PACE_S = 20.0

@@ -18,11 +18,10 @@ from ffserve.cache.orders import AnnouncedOrder, Arriving, Steps, done
 from ffserve.dtypes import Int64s
 from ffserve.engine.slots import Future, SilentJobs
 from ffserve.errors import UsageError
+from ffserve.limits import LEAST_ORDERS_SIZE
 
 USUAL_MISS_S = 1 / (500 << 20)
 """Seconds in which a disk reads a byte, before that is known."""
-SMALLEST_LIMIT = 1 << 30
-"""Bytes that all orders together may always take."""
 
 FEW_JOBS = 4
 """The silent jobs of a group with more jobs than this are not evaluated anew for every search, at
@@ -92,7 +91,7 @@ class NextUse:
     Args: most_size: bytes that all orders together may take.
     """
 
-    def __init__(self, most_size: int = SMALLEST_LIMIT) -> None:
+    def __init__(self, most_size: int = LEAST_ORDERS_SIZE) -> None:
         self.turn_at = 0.0
         """When the scheduler gave its latest turns, for which victims are chosen. It stands still
         between two turns: it is no clock."""

@@ -20,13 +20,12 @@ import numpy as np
 from ffserve.dtypes import Bytes, Int64s, UInt32s
 from ffserve.engine.slots import OrderParts
 from ffserve.errors import SampleIndexError, UsageError
+from ffserve.limits import MOST_VISITS
 
 PARTS = 250
 """Parts of an epoch, numbered from 1; 0 in a table: the sample does not come (any more)."""
 PIECE = 65_536
 """Positions that are held, and dropped, together."""
-MOST_VISITS = 1024
-"""Positions per sample of the dataset that an order with replacement may have."""
 _FEW = 1 << 20
 
 STEP_COUNT, STEP_SIZE = 16_384, 1 << 20

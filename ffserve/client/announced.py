@@ -31,7 +31,7 @@ Order: TypeAlias = tuple[Int64s, int, str | None, bool]
 
 
 @dataclass(slots=True)
-class _Announcement:
+class _KeptOrder:
     order: NDArray[np.uint32] | Int64s
     name: str | None
     replacement: bool
@@ -53,7 +53,7 @@ class AnnouncedOrders:
     def forget(self) -> None:
         """Nothing was announced in this process."""
         self.any = False
-        self._orders: dict[int, _Announcement] = {}
+        self._orders: dict[int, _KeptOrder] = {}
         self._epoch = 0
         self._position = 0
         self._reported = self._read_at = 0.0
@@ -67,7 +67,7 @@ class AnnouncedOrders:
             self._orders.clear()
             self._epoch, self._position, self._reported_position = epoch, 0, 0
         small = int(order.max()) < 1 << 32
-        self._orders[epoch] = _Announcement(
+        self._orders[epoch] = _KeptOrder(
             order.astype(np.uint32) if small else order, name, replacement
         )
         current = self._orders.get(self._epoch)

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import protocol
-from ffserve.client.descriptors import DatasetRequest, Files, OpenFiles
+from ffserve.client.descriptors import DatasetRequest, DescribedFiles, PassedFiles
 from ffserve.client.memory import Memories
 from ffserve.client.source import Target
 from ffserve.dtypes import Int64s
@@ -137,9 +137,9 @@ class Channel:
         self._queue: list[bytes] = []
         self._front = memoryview(b"")
         """The bytes that are being sent."""
-        self._files: deque[tuple[bytes, OpenFiles]] = deque()
+        self._files: deque[tuple[bytes, PassedFiles]] = deque()
         """FILES to be sent, each by itself, before the queue."""
-        self._passing: OpenFiles | None = None
+        self._passing: PassedFiles | None = None
         """Goes with the first byte of `_front`."""
         self._waiting: dict[int, _Waiting] = {}
         self.unanswered: set[int] = set()
@@ -162,7 +162,7 @@ class Channel:
 
     # ---- requests -------------------------------------------------------------------------
 
-    def open(self, request: DatasetRequest, files: Files) -> int:
+    def open(self, request: DatasetRequest, files: DescribedFiles) -> int:
         """Queue an OPEN; return its tag. The answer may be a NEED: `pass_files` then, and wait for
         the next answer to the tag."""
         what: dict[str, Any] = {
@@ -208,7 +208,7 @@ class Channel:
             self._check(dataset)
             self._push(frame)
 
-    def pass_files(self, tag: int, files: OpenFiles) -> None:
+    def pass_files(self, tag: int, files: PassedFiles) -> None:
         """Queue a FILES, the answer to a NEED, unless the OPEN has failed in the meantime."""
         with self.lock:
             waiting = self._waiting.get(tag)
@@ -222,7 +222,7 @@ class Channel:
     def pass_no_files(self, tag: int) -> None:
         """Queue the answer to a NEED that gives the OPEN up; nobody waits for its end."""
         with self.lock:
-            self.pass_files(tag, OpenFiles())
+            self.pass_files(tag, PassedFiles())
             self.give_up(tag)
 
     def get(self, dataset: int, indices: Int64s) -> int:

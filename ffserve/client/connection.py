@@ -39,7 +39,7 @@ import numpy as np
 
 from ffserve import protocol
 from ffserve.client.channel import RECEIVE_SIZE, Beside, Copying, SilentError, Steps
-from ffserve.client.descriptors import DatasetRequest, OpenFiles, described, send
+from ffserve.client.descriptors import DatasetRequest, PassedFiles, described, send
 from ffserve.client.handshake import Handshake
 from ffserve.client.memory import receive
 from ffserve.dtypes import Int64s
@@ -90,18 +90,18 @@ class Driver(ABC):
         paths, fetches = request.paths, self.handshake.fetches
         files = yield Beside(partial(described, request, fetches, self.path))
 
-        def needed(packed: bytes) -> OpenFiles:
-            return OpenFiles.of(paths, protocol.unpack_positions(packed, len(paths)))
+        def needed(packed: bytes) -> PassedFiles:
+            return PassedFiles.of(paths, protocol.unpack_positions(packed, len(paths)))
 
         opened = yield from self._opened(self.channel.open(request, files), needed)
         request.states = files.identities
         return opened
 
-    def _opened(self, tag: int, files: Callable[[bytes], OpenFiles]) -> Steps[protocol.Opened]:
+    def _opened(self, tag: int, files: Callable[[bytes], PassedFiles]) -> Steps[protocol.Opened]:
         """Pass the files that are needed until the answer comes."""
         while isinstance(answer := (yield from self._answer(tag)), protocol.Need):
             try:
-                passed = yield Beside(partial(files, answer.positions), OpenFiles.close)
+                passed = yield Beside(partial(files, answer.positions), PassedFiles.close)
             except BaseException:
                 self.channel.pass_no_files(tag)
                 self.report()
@@ -233,7 +233,7 @@ class Connection(Driver):
         Raises: as `open`.
         """
         tag = self.channel.prepare(dataset, key, name)
-        return self.run(self._opened(tag, lambda _needed: OpenFiles.memory(memory)))
+        return self.run(self._opened(tag, lambda _needed: PassedFiles.memory(memory)))
 
     def announce(
         self, dataset: int, epoch: int, order: Int64s, name: str | None, replacement: bool

@@ -25,7 +25,7 @@ from ffserve.engine.opening import KIND_BITS, close_fds, open_paths, stat_fds, s
 from ffserve.errors import FFServeError, ReadError
 from ffserve.formats.base import needs_scan
 from ffserve.store.access import collect
-from ffserve.store.origin import Identity
+from ffserve.store.origin import ObjectVersion
 from ffserve.store.urls import is_url
 
 AT_ONCE = 256
@@ -41,12 +41,12 @@ class DatasetRequest(Protocol):
     format: str | None
     verify: bool
     tolerant: bool
-    identities: tuple[Identity, ...]
+    identities: tuple[ObjectVersion, ...]
     states: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
+class DescribedFiles:
     """What OPEN says of files. identities: packed. tags, access: of remote files; see
     [PROTOCOL.md](../../docs/PROTOCOL.md)."""
 
@@ -55,7 +55,7 @@ class Files:
     access: str | None = None
 
 
-def described(request: DatasetRequest, fetches: frozenset[str], daemon: str) -> Files:
+def described(request: DatasetRequest, fetches: frozenset[str], daemon: str) -> DescribedFiles:
     """Return the states of files, for OPEN: those that they had when they were opened first, if
     they were. The daemon has the files of these open as long as anybody does, also when others
     have taken their names.
@@ -82,7 +82,7 @@ def described(request: DatasetRequest, fetches: frozenset[str], daemon: str) -> 
         of_url = set(rows)
         _describe_local(packed, paths, [k for k in range(len(paths)) if k not in of_url])
     if not rows:
-        return Files(packed.tobytes())
+        return DescribedFiles(packed.tobytes())
     tags = [""] * len(paths)
     for k, identity in zip(rows, remote, strict=True):
         tags[k], packed["size"][k], packed["mtime"][k] = (
@@ -90,7 +90,7 @@ def described(request: DatasetRequest, fetches: frozenset[str], daemon: str) -> 
             identity.size,
             identity.modified,
         )
-    return Files(packed.tobytes(), tags, collect(urls, own=protocol.EVERY in fetches))
+    return DescribedFiles(packed.tobytes(), tags, collect(urls, own=protocol.EVERY in fetches))
 
 
 def _describe_local(
@@ -107,8 +107,8 @@ def _describe_local(
 
 
 def changed_file(paths: tuple[str, ...], states: bytes) -> str:
-    """Return the first file that is not in its state of `Files` any more; the first one if that is
-    not known."""
+    """Return the first file that is not in its state of `DescribedFiles` any more; the first one if
+    that is not known."""
     found = np.zeros(len(paths), protocol.IDENTITY_DTYPE)
     known = np.frombuffer(states, protocol.IDENTITY_DTYPE) if states else found
     for k, path in enumerate(paths):
@@ -123,7 +123,7 @@ def changed_file(paths: tuple[str, ...], states: bytes) -> str:
     return paths[0]
 
 
-class OpenFiles:
+class PassedFiles:
     """Files that were opened for the daemon, until they are sent.
 
     fds: their descriptors. kinds: as in FILES.
@@ -134,7 +134,7 @@ class OpenFiles:
         self.kinds = bytearray()
 
     @classmethod
-    def of(cls, paths: tuple[str, ...], positions: list[int]) -> OpenFiles:
+    def of(cls, paths: tuple[str, ...], positions: list[int]) -> PassedFiles:
         """Open files, or the first few if this process may have no more descriptors.
 
         Raises: MissingFile, AccessDenied, ReadError.
@@ -153,7 +153,7 @@ class OpenFiles:
         return files
 
     @classmethod
-    def memory(cls, fd: int) -> OpenFiles:
+    def memory(cls, fd: int) -> PassedFiles:
         """Return a memory file alone. Args: fd: of it, which stays the caller's."""
         files = cls()
         files.fds.append(os.dup(fd))

@@ -44,7 +44,7 @@ from ffserve.errors import (
     ServerUnavailable,
     UsageError,
 )
-from ffserve.store.origin import Identity
+from ffserve.store.origin import ObjectVersion
 from ffserve.store.urls import is_url
 from ffserve.system.socket_path import find_socket, user_socket
 
@@ -132,7 +132,7 @@ class OpenRequest:
     totals: dict[str, int] = field(default_factory=dict)
     unserved: str = ""
     share: float | None = None
-    identities: tuple[Identity, ...] = ()
+    identities: tuple[ObjectVersion, ...] = ()
     own: bool = False
     states: bytes = b""
     _expected: int | None = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.client.local_chunks import ChunkCache, ChunkReads, in_decoding_thread
-from ffserve.client.local_files import ShardFiles, fitting_share
-from ffserve.client.source import Batch, Indices, Leased, Target, check_out, places
+from ffserve.client.local_files import SampleTables, ShardFiles, fitting_share
+from ffserve.client.source import Batch, Indices, Leased, Target, places
 from ffserve.client.windows import Part, Windows
-from ffserve.dataset.layout import Layout, ShardInfo, as_int64, combined_fingerprint
+from ffserve.dataset.layout import as_int64
 from ffserve.disk import shardfile
 from ffserve.disk.files import open_regular, raise_file_limit
 from ffserve.dtypes import Bytes, Int32s, Int64s
@@ -35,15 +35,13 @@ from ffserve.errors import (
     raise_first,
 )
 from ffserve.formats.base import UNKNOWN_LENGTH
-from ffserve.reads.opening import How, OpenFiles, Tables, enter, read_single, read_together
+from ffserve.reads.opening import How, Tables, read_all
 from ffserve.reads.records import BatchEngine, Failures, outcome_of, record_batch
 
 log = logging.getLogger("ffserve")
 
 SIZES_AT_ONCE = 65_536
 """Samples of unknown length that one request reads."""
-OPENED_AT_ONCE = 256
-"""Files whose heads are read together."""
 MAX_CHUNK_SIZE = 1 << 30
 """Limit of a chunk's size, encoded or decoded; the daemon's limit is in its configuration."""
 
@@ -148,12 +146,9 @@ class LocalSource:
         """Of the order that is followed."""
         try:
             self._open(paths, How(format, verify, tolerant, MAX_CHUNK_SIZE, seen=seen))
-            size = int(self._sizes.sum())
+            size = int(self._samples.sizes.sum())
             self._files.choose_share(fitting_share(size) if share is None else share)
-            self._tables = self._files.tables(
-                self._offsets, self._held, self._checksums, self.layout.firsts[:-1], self._kinds,
-                most_at_once=most_at_once,
-            )  # fmt: skip
+            self._tables = self._files.tables(self._samples, most_at_once=most_at_once)
         except BaseException:
             self._files.close()
             raise
@@ -166,8 +161,9 @@ class LocalSource:
         try:
             fds.extend(map(self._open_file, paths))
             states = [shardfile.FileState.of(fd) for fd in fds]
-            parsed = self._read_tables(list(paths), fds, states, how)
-            self._enter(parsed, paths)
+            sizes = np.array([state.size for state in states], np.int64)
+            parsed = self._read_tables(fds, list(paths), sizes, how)
+            self._samples = SampleTables(parsed, list(paths), verify=how.verify)
         except BaseException:
             for fd in fds:
                 os.close(fd)
@@ -175,23 +171,9 @@ class LocalSource:
         self._states = [(state, t.scanned) for state, t in zip(states, parsed, strict=True)]
         for path, fd, tables in zip(paths, fds, parsed, strict=True):
             self._files.add(path, fd, tables.fingerprint)
-        self._kinds = np.array([t.kind if how.verify else 0 for t in parsed], np.int32)
-        self.shards = [
-            ShardInfo(
-                t.single.path if t.single else path,
-                t.format,
-                t.count,
-                first,
-                t.size,
-                t.fingerprint,
-            )
-            for path, t, first in zip(paths, parsed, self.layout.firsts.tolist(), strict=False)
-        ]
-        fingerprints = np.array([t.fingerprint for t in parsed], np.uint64)
-        self.fingerprint = combined_fingerprint(fingerprints)
-        self._chunked = {k: t.chunked for k, t in enumerate(parsed) if t.chunked is not None}
-        self._in_chunks = np.array([k in self._chunked for k in range(len(parsed))], np.bool_)
-        self._plain = not self._chunked and not self._truncated
+        self.layout, self.count = self._samples.layout, self._samples.layout.count
+        self.shards, self.fingerprint = self._samples.shards, self._samples.fingerprint
+        self._plain = not self._samples.chunked and not self._samples.truncated
         self._contradictions: dict[int, shardfile.Contradiction] = {}
         """By shard, once one was found."""
         self._warned: set[int] = set()
@@ -201,55 +183,13 @@ class LocalSource:
         return open_regular(path)
 
     def _read_tables(
-        self, paths: list[str], fds: list[int], states: list[shardfile.FileState], how: How
+        self, fds: list[int], paths: list[str], sizes: Int64s, how: How
     ) -> list[Tables]:
-        found: list[Tables] = []
-        for low in range(0, len(paths), OPENED_AT_ONCE):
-            some = slice(low, low + OPENED_AT_ONCE)
-            sizes = np.array([state.size for state in states[some]], np.int64)
-            files = OpenFiles.of(fds[some], paths[some], sizes, how.format)
-            rows = range(len(sizes))
-            together = read_together(files, rows, how)
-            found += [together.get(k) or read_single(files, k, how) for k in rows]
-        return found
-
-    def _enter(self, parsed: list[Tables], paths: Sequence[str]) -> None:
-        """Enter the tables of all shards; lengths in u32 where they fit."""
-        self._sizes = np.array([tables.size for tables in parsed], np.uint64)
-        self.layout = Layout(np.array([tables.count for tables in parsed], np.int64))
-        self.count = self.layout.count
-        self._offsets = np.empty(self.count, np.uint64)
-        self._checksums = np.empty(self.count, np.uint32)
-        short = not any(t.chunked for t in parsed) and int(self._sizes.max()) < (1 << 32) - 1
-        self._lengths: NDArray[Any] = np.empty(self.count, np.uint32 if short else np.uint64)
-        enter(parsed, self.layout.firsts[:-1].tolist(), paths, self)
-        self._truncated = any(tables.truncated for tables in parsed)
-        self._held = self._lengths
-        """Lengths of the memory for samples: none for those beyond the end of a file."""
-        if self._truncated:
-            self._held = self._lengths.copy()
-            self._held[self._cut(np.arange(self.count))] = 0
-
-    @property
-    def offsets(self) -> NDArray[np.uint64]:
-        """By sample: of the payload in its file."""
-        return self._offsets
-
-    @property
-    def checksums(self) -> NDArray[np.uint32]:
-        """By sample."""
-        return self._checksums
-
-    def set_lengths(self, start: int, lengths: NDArray[np.uint64]) -> None:
-        """Enter lengths from a sample on."""
-        self._lengths[start : start + len(lengths)] = lengths
+        return read_all(fds, paths, sizes, how)
 
     def _new_chunk_cache(self) -> ChunkCache:
-        return ChunkCache(self._chunked, self._learned, self._warn, in_decoding_thread)
-
-    def _learned(self, shard: int, chunk: int, lengths: Int64s) -> None:
-        first = int(self.layout.firsts[shard] + self._chunked[shard].chunks.firsts[chunk])
-        self._lengths[first : first + len(lengths)] = lengths
+        samples = self._samples
+        return ChunkCache(samples.chunked, samples.learned, self._warn, in_decoding_thread)
 
     def _attach(self) -> BatchEngine:
         """Return the engine, and count a request: the files stay open until it is over.
@@ -270,7 +210,7 @@ class LocalSource:
     def _attach_decoding(self, engine: BatchEngine) -> None:
         """Chunks are waited for by threads, which an engine in an event loop does not allow."""
         self._decoding, self._decoding_numbers = engine, self._numbers
-        if self._chunked and engine is not process_engine():
+        if self._samples.chunked and engine is not process_engine():
             self._decoding = process_engine()
             self._decoding_numbers = self._files.attach(self._decoding)
 
@@ -283,12 +223,12 @@ class LocalSource:
     def sizes(self, indices: Int64s | None) -> Int64s:
         """Return lengths in bytes; chunks that were not read yet are read for it."""
         chosen = np.arange(self.count, dtype=np.int64) if indices is None else indices
-        if self._chunked:
-            unknown = chosen[self._lengths[chosen] == UNKNOWN_LENGTH]
+        if self._samples.chunked:
+            unknown = chosen[self._samples.lengths[chosen] == UNKNOWN_LENGTH]
             for start in range(0, len(unknown), SIZES_AT_ONCE):
                 request = self.start(unknown[start : start + SIZES_AT_ONCE], apart=False)
                 raise_first(self.finish(request))
-        return self._lengths[chosen].astype(np.int64)
+        return self._samples.lengths[chosen].astype(np.int64)
 
     @property
     def share(self) -> float:
@@ -298,24 +238,11 @@ class LocalSource:
     @property
     def knows_sizes(self) -> bool:
         """Whether `sizes` reads nothing."""
-        return not self._chunked
+        return not self._samples.chunked
 
     def estimate(self, indices: Int64s) -> Int64s:
         """Return lengths in bytes, a guess where one is not known; never reads."""
-        sizes = self._lengths[indices].astype(np.int64)
-        unknown = np.flatnonzero(sizes == UNKNOWN_LENGTH) if self._chunked else sizes[:0]
-        if len(unknown):
-            means = np.array(
-                [
-                    int(self._chunked[k].chunks.sizes.sum()) // max(shard.count, 1)
-                    if k in self._chunked
-                    else 0
-                    for k, shard in enumerate(self.shards)
-                ],
-                np.int64,
-            )
-            sizes[unknown] = means[self.layout.shards(indices[unknown])]
-        return sizes
+        return self._samples.estimate(indices)
 
     # ---- reading --------------------------------------------------------------------------
 
@@ -361,15 +288,9 @@ class LocalSource:
     def _to_target(
         self, indices: Int64s, edges: Int64s, apart: bool, out: Bytes | None
     ) -> PartlyRead:
-        target = self._target(edges, apart, out)
+        target = Target(edges, apart=apart, out=out)
         to = target.places() if target.buffer is None else target.buffer
         return PartlyRead(target, self._tables.read(indices, edges, to))
-
-    @staticmethod
-    def _target(edges: Int64s, apart: bool, out: Bytes | None) -> Target:
-        if out is not None:
-            out = check_out(out, int(edges[-1]))
-        return Target(edges, apart=apart, out=out)
 
     def _edges(self, indices: Int64s) -> Int64s:
         edges = self._tables.edges(indices)
@@ -395,10 +316,10 @@ class LocalSource:
         try:
             windows = self._windows
             if windows is not None and (parts := windows.take(indices)) is not None:
-                target = self._target(self._edges(indices), apart, out)
+                target = Target(self._edges(indices), apart=apart, out=out)
                 return LocalRequest(indices, target, indices[:0], None, engine, windows, parts)
-            if self._chunked:
-                inside = self._in_chunks[self.layout.shards(indices)]
+            if self._samples.chunked:
+                inside = self._samples.in_chunks[self.layout.shards(indices)]
                 if inside.any():
                     return self._submit_chunks(engine, indices, inside, apart, out)
             edges = self._edges(indices)
@@ -411,11 +332,7 @@ class LocalSource:
             raise
 
     def _submit(
-        self,
-        engine: BatchEngine,
-        files: Int32s,
-        indices: Int64s,
-        found: PartlyRead,
+        self, engine: BatchEngine, files: Int32s, indices: Int64s, found: PartlyRead
     ) -> LocalRequest:
         target, left = found.target, found.left
         request = LocalRequest(indices, target, left, None, engine)
@@ -426,10 +343,10 @@ class LocalSource:
         numbers = files[through.view(np.int8), shards]
         batch = request.batch = record_batch(
             starts,
-            self._held[chosen].astype(np.int64),
+            self._samples.held[chosen].astype(np.int64),
             numbers,
-            self._kinds[shards],
-            self._checksums[chosen],
+            self._samples.kinds[shards],
+            self._samples.checksums[chosen],
             target.places()[left],
         )
         batch.keep = target, self._files
@@ -438,7 +355,10 @@ class LocalSource:
 
     def _located(self, indices: Int64s) -> tuple[Int64s, Int64s, NDArray[np.bool_]]:
         """Return shards, offsets in them, and which are read through the page cache."""
-        shards, starts = self.layout.shards(indices), self._offsets[indices].astype(np.int64)
+        shards, starts = (
+            self.layout.shards(indices),
+            self._samples.offsets[indices].astype(np.int64),
+        )
         return shards, starts, self._tables.through_cache(shards, starts)
 
     def _submit_chunks(
@@ -481,8 +401,7 @@ class LocalSource:
     def collect(self, request: LocalRequest | ChunkedRequest) -> dict[int, FFServeError]:
         """Finish a request; the batch of a LocalRequest has ended."""
         try:
-            if request.engine is not self._engine:
-                raise ServerUnavailable("the process forked while a read was on its way")
+            self._check_engine(request)
             if isinstance(request, ChunkedRequest):
                 return self._collect_chunked(request)
             if request.windows is not None:  # another order may be followed by now
@@ -491,6 +410,10 @@ class LocalSource:
             return self._collect(request)
         finally:
             self._detach()
+
+    def _check_engine(self, request: LocalRequest | ChunkedRequest) -> None:
+        if request.engine is not self._engine:
+            raise ServerUnavailable("the process forked while a read was in flight")
 
     def _collect(self, request: LocalRequest) -> dict[int, FFServeError]:
         sizes = np.diff(request.target.offsets)[request.positions]
@@ -507,7 +430,7 @@ class LocalSource:
                 found = outcome_of(batch, positions)
                 failures.update(found.failures)
                 for record in found.wrong:
-                    shard = self._shard_of(int(request.indices[record.key]))
+                    shard = self._samples.shard_of(int(request.indices[record.key]))
                     if record.is_right(self._files.fd(shard), record.dest):
                         self._warn(shard)
                     else:
@@ -518,15 +441,15 @@ class LocalSource:
                     request.engine.wait(again)
             batch.free()
             batch = again
-        for position in self._cut(request.indices).tolist():
+        for position in self._samples.cut(request.indices).tolist():
             failures[position] = Failure(STATUS_TRUNCATED)
         return {k: self._named(request, k, failures[k]) for k in sorted(failures)}
 
     def _named(self, request: LocalRequest, position: int, failure: Failure) -> FFServeError:
         index = int(request.indices[position])
-        extent = int(self._offsets[index]), int(self._lengths[index])
-        error = failure.named(self.shards[self._shard_of(index)].path, index, *extent)
-        return self._explained(error, index, (*extent, int(self._checksums[index])))
+        extent = int(self._samples.offsets[index]), int(self._samples.lengths[index])
+        error = failure.named(self.shards[self._samples.shard_of(index)].path, index, *extent)
+        return self._explained(error, index, (*extent, int(self._samples.checksums[index])))
 
     def _collect_chunked(self, request: ChunkedRequest) -> dict[int, FFServeError]:
         chunks, plain, positions = request.chunks, request.plain, request.positions
@@ -546,13 +469,10 @@ class LocalSource:
             size = int(edges[-1])
             chunks.add(positions, plain.target.buffer, edges[:-1], np.diff(edges))
         offsets = chunks.edges(len(indices))
-        request.target = self._target(offsets, request.apart, request.out)
+        request.target = Target(offsets, apart=request.apart, out=request.out)
         chunks.copy_to(request.target)
         self._add(len(indices) - len(positions), int(offsets[-1]) - size)
         return errors
-
-    def _shard_of(self, index: int) -> int:
-        return int(self.layout.shards(np.array([index], np.int64))[0])
 
     def _warn(self, shard: int) -> None:
         """Tell once that a file was read wrong, unless it has changed meanwhile. Any thread."""
@@ -568,22 +488,15 @@ class LocalSource:
     def _explained(
         self, error: FFServeError, index: int, record: tuple[int, int, int]
     ) -> FFServeError:
-        shard = self._shard_of(index)
+        shard = self._samples.shard_of(index)
         why = self._contradictions.get(shard)
         if why is None:
             state, scanned = self._states[shard]
-            about = self.shards[shard].path, scanned, record, self._chunked.get(shard)
+            about = self.shards[shard].path, scanned, record, self._samples.chunked.get(shard)
             why = state.contradiction(error, self._files.fd(shard), *about, "own")
             if why is not None:
                 self._contradictions[shard] = why
         return error if why is None else shardfile.contradicted(error, why)
-
-    def _cut(self, indices: Int64s) -> Int64s:
-        if not self._truncated:
-            return indices[:0]
-        lengths = self._lengths[indices]
-        ends = self._offsets[indices] + lengths
-        return np.flatnonzero((lengths > 0) & (ends > self._sizes[self.layout.shards(indices)]))
 
     def lease(self, indices: Int64s) -> Leased:
         """Return read-only views of one buffer."""
@@ -623,17 +536,18 @@ class LocalSource:
 
     def follow(self, order: Int64s) -> None:
         """Read windows of this order, when its first sample is asked for."""
-        if self._chunked or self._choose_engine is not process_engine:
+        if self._samples.chunked or self._choose_engine is not process_engine:
             return  # chunks are kept when they were decoded; an event loop must not wait
         if self._windows is not None:
             self._windows.close()
-        mean_size = int(self._sizes.sum()) // max(self.count, 1)
+        mean_size = int(self._samples.sizes.sum()) // max(self.count, 1)
         windows = Windows(order, mean_size, self._advise, self._begin_window, self._finish_window)
         self._windows = windows if windows.any else None
 
     def _advise(self, indices: Int64s) -> None:
         shards, starts, through = self._located(indices)
-        self._files.will_need(shards, through, starts, self._lengths[indices].astype(np.int64))
+        sizes = self._samples.lengths[indices].astype(np.int64)
+        self._files.will_need(shards, through, starts, sizes)
 
     def _begin_window(self, indices: Int64s) -> LocalRequest:
         assert self._engine is not None
@@ -642,8 +556,7 @@ class LocalSource:
         return self._submit(self._engine, self._numbers, indices, found)
 
     def _finish_window(self, request: LocalRequest) -> dict[int, FFServeError]:
-        if request.engine is not self._engine:
-            raise ServerUnavailable("the process forked while a read was on its way")
+        self._check_engine(request)
         _wait(request)
         return self._errors(request)
 
@@ -653,12 +566,7 @@ class LocalSource:
         self, shard: int
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32]]:
         """Return copies of a shard's payload offsets, lengths and checksums."""
-        run = slice(int(self.layout.firsts[shard]), int(self.layout.firsts[shard + 1]))
-        return (
-            self._offsets[run].copy(),
-            self._lengths[run].astype(np.uint64),
-            self._checksums[run].copy(),
-        )
+        return self._samples.of_shard(shard)
 
     def stats(self) -> dict[str, int | float | str]:
         """Return counters since the source was opened."""

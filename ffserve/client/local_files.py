@@ -1,4 +1,4 @@
-"""The files of a local source, and which of their records are read through the page cache.
+"""The files of a local source: their tables, and which records are read through the page cache.
 
 Reads with O_DIRECT are the cheapest way to bytes that are not in memory, but a second epoch costs
 as much as the first. The page cache keeps what it reads, so a second epoch over data that fit into
@@ -24,11 +24,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.dataset.layout import Layout, ShardInfo, combined_fingerprint
 from ffserve.disk.files import wrap_os_error
 from ffserve.dtypes import Int32s, Int64s
 from ffserve.engine.cached import LocalTables
 from ffserve.engine.io import in_memory, open_direct
 from ffserve.errors import UsageError
+from ffserve.formats.base import UNKNOWN_LENGTH
+from ffserve.reads.opening import Tables, enter
 from ffserve.reads.records import BatchEngine
 from ffserve.system.machine import free_memory
 
@@ -49,6 +52,96 @@ def fitting_share(size: int) -> float:
         return 1.0
     steps = int(MOST_OF_FREE_MEMORY * free_memory() / size * SHARE_STEPS)
     return min(steps, SHARE_STEPS) / SHARE_STEPS
+
+
+class SampleTables:
+    """Where the samples of a source are in its files.
+
+    offsets, lengths, checksums: by sample, of the payload in its file; lengths in u32 where they
+    fit. held: lengths of the memory for samples, 0 for those beyond the end of a file. truncated:
+    whether there are such samples. sizes, kinds, in_chunks: by shard: bytes of the file, kind of
+    the checksums, whether the records are in chunks. chunked: these shards by number.
+
+    Args: parsed, paths: of the files. verify: whether checksums are compared.
+    """
+
+    def __init__(self, parsed: list[Tables], paths: list[str], *, verify: bool) -> None:
+        self.sizes = np.array([tables.size for tables in parsed], np.uint64)
+        self.kinds = np.array([t.kind if verify else 0 for t in parsed], np.int32)
+        self.chunked = {k: t.chunked for k, t in enumerate(parsed) if t.chunked is not None}
+        self.in_chunks = np.array([k in self.chunked for k in range(len(parsed))], np.bool_)
+        self.layout = Layout(np.array([tables.count for tables in parsed], np.int64))
+        count, firsts = self.layout.count, self.layout.firsts.tolist()
+        self.offsets = np.empty(count, np.uint64)
+        self.checksums = np.empty(count, np.uint32)
+        short = not self.chunked and int(self.sizes.max()) < (1 << 32) - 1
+        self.lengths: NDArray[Any] = np.empty(count, np.uint32 if short else np.uint64)
+        enter(parsed, firsts[:-1], paths, self)
+        self.truncated = any(tables.truncated for tables in parsed)
+        self.held = self.lengths
+        if self.truncated:
+            self.held = self.lengths.copy()
+            self.held[self.cut(np.arange(count))] = 0
+        self.shards = [
+            ShardInfo(
+                t.single.path if t.single else path,
+                t.format,
+                t.count,
+                first,
+                t.size,
+                t.fingerprint,
+            )
+            for path, t, first in zip(paths, parsed, firsts, strict=False)
+        ]
+        self.fingerprint = combined_fingerprint(
+            np.array([t.fingerprint for t in parsed], np.uint64)
+        )
+
+    def set_lengths(self, start: int, lengths: NDArray[np.uint64]) -> None:
+        """Enter lengths from a sample on."""
+        self.lengths[start : start + len(lengths)] = lengths
+
+    def learned(self, shard: int, chunk: int, lengths: Int64s) -> None:
+        """Enter the lengths of the records of a chunk. Any thread."""
+        first = int(self.layout.firsts[shard] + self.chunked[shard].chunks.firsts[chunk])
+        self.lengths[first : first + len(lengths)] = lengths
+
+    def shard_of(self, index: int) -> int:
+        """Return the shard of a sample."""
+        return int(self.layout.shards(np.array([index], np.int64))[0])
+
+    def cut(self, indices: Int64s) -> Int64s:
+        """Return the positions of samples that reach beyond the end of their files."""
+        if not self.truncated:
+            return indices[:0]
+        lengths = self.lengths[indices]
+        ends = self.offsets[indices] + lengths
+        return np.flatnonzero((lengths > 0) & (ends > self.sizes[self.layout.shards(indices)]))
+
+    def estimate(self, indices: Int64s) -> Int64s:
+        """Return lengths in bytes, a guess where one is not known; never reads."""
+        sizes = self.lengths[indices].astype(np.int64)
+        unknown = np.flatnonzero(sizes == UNKNOWN_LENGTH) if self.chunked else sizes[:0]
+        if len(unknown):
+            means = np.array(
+                [
+                    int(self.chunked[k].chunks.sizes.sum()) // max(shard.count, 1)
+                    if k in self.chunked
+                    else 0
+                    for k, shard in enumerate(self.shards)
+                ],
+                np.int64,
+            )
+            sizes[unknown] = means[self.layout.shards(indices[unknown])]
+        return sizes
+
+    def of_shard(
+        self, shard: int
+    ) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32]]:
+        """Return copies of a shard's payload offsets, lengths and checksums."""
+        run = slice(int(self.layout.firsts[shard]), int(self.layout.firsts[shard + 1]))
+        lengths = self.lengths[run].astype(np.uint64)
+        return self.offsets[run].copy(), lengths, self.checksums[run].copy()
 
 
 @dataclass(slots=True)
@@ -96,26 +189,17 @@ class ShardFiles:
             if share < 1 and not file.in_memory:
                 file.direct, file.alignment = _open_direct(file)
 
-    def tables(
-        self,
-        offsets: NDArray[np.uint64],
-        lengths: NDArray[Any],
-        checksums: NDArray[np.uint32],
-        firsts: Int64s,
-        kinds: NDArray[np.int32],
-        *,
-        most_at_once: int = 1 << 62,
-    ) -> LocalTables:
+    def tables(self, samples: SampleTables, *, most_at_once: int = 1 << 62) -> LocalTables:
         """Return tables that read through the chosen share; see `LocalTables`."""
         limit = int(self.share * (1 << 32))
         always = [file.direct < 0 or file.alignment == 1 for file in self._files]
         return LocalTables(
-            offsets,
-            lengths,
-            checksums,
-            firsts,
+            samples.offsets,
+            samples.held,
+            samples.checksums,
+            samples.layout.firsts[:-1],
             np.array([file.fd for file in self._files], np.int32),
-            kinds,
+            samples.kinds,
             np.array([file.seed for file in self._files], np.uint64),
             np.array([1 << 32 if a else limit for a in always], np.uint64),
             in_memory=all(file.in_memory for file in self._files),

@@ -23,7 +23,7 @@ from ffserve.client.local import (
     process_engine,
 )
 from ffserve.client.local_chunks import ChunkCache
-from ffserve.disk.shardfile import FileState
+from ffserve.client.source import Target
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.errors import FFServeError
 from ffserve.reads import chunks
@@ -32,7 +32,7 @@ from ffserve.reads.opening import How, Tables
 from ffserve.reads.records import BatchEngine
 from ffserve.store.fetching import NOW, Threads, identity_of
 from ffserve.store.opening import parsed
-from ffserve.store.origin import Identity
+from ffserve.store.origin import ObjectVersion
 from ffserve.store.ranges import RangedObject
 from ffserve.store.urls import is_url
 
@@ -62,7 +62,7 @@ class RangedSource(LocalSource):
         seen: Callable[[int], object] | None = None,
         *,
         share: float | None = None,
-        identities: tuple[Identity, ...] = (),
+        identities: tuple[ObjectVersion, ...] = (),
     ) -> None:
         urls = [path for path in paths if is_url(path)]
         self.identities = identities if len(identities) == len(urls) else identified(urls)
@@ -85,11 +85,11 @@ class RangedSource(LocalSource):
         return os.memfd_create("ffserve-remote", os.MFD_CLOEXEC)  # empty: no kernel reads it
 
     def _read_tables(
-        self, paths: list[str], fds: list[int], states: list[FileState], how: How
+        self, fds: list[int], paths: list[str], sizes: Int64s, how: How
     ) -> list[Tables]:
         local = [k for k, path in enumerate(paths) if not is_url(path)]
-        names, own_fds = [paths[k] for k in local], [fds[k] for k in local]
-        found = iter(super()._read_tables(names, own_fds, [states[k] for k in local], how))
+        own_fds, own_paths = [fds[k] for k in local], [paths[k] for k in local]
+        found = iter(super()._read_tables(own_fds, own_paths, sizes[local], how))
         return [
             Tables.of(self._parsed[path], how.max_chunk_size) if is_url(path) else next(found)
             for path in paths
@@ -114,17 +114,17 @@ class RangedSource(LocalSource):
         def in_thread(call: Callable[[], None]) -> None:
             threads.put(NOW, call, Future())
 
-        return ChunkCache(self._chunked, self._learned, self._warn, in_thread)
+        return ChunkCache(self._samples.chunked, self._samples.learned, self._warn, in_thread)
 
     def _to_target(
         self, indices: Int64s, edges: Int64s, apart: bool, out: Bytes | None
     ) -> PartlyRead:
-        return PartlyRead(self._target(edges, apart, out), np.arange(len(indices)))
+        return PartlyRead(Target(edges, apart=apart, out=out), np.arange(len(indices)))
 
     def _explained(
         self, error: FFServeError, index: int, record: tuple[int, int, int]
     ) -> FFServeError:
-        remote = self._objects[self._shard_of(index)] is not None
+        remote = self._objects[self._samples.shard_of(index)] is not None
         return error if remote else super()._explained(error, index, record)
 
     def after_fork(self) -> None:
@@ -141,7 +141,7 @@ def _parsed(opened: RangedObject, how: How, seen: Callable[[int], object] | None
     return parsed(read_at, size, name, how.format, **options)  # type: ignore[arg-type]
 
 
-def identified(urls: Sequence[str]) -> tuple[Identity, ...]:
+def identified(urls: Sequence[str]) -> tuple[ObjectVersion, ...]:
     """Ask the origins for the present versions, several at once."""
     return tuple(_all(identity_of, urls))
 

@@ -405,10 +405,7 @@ class ReadRequest:
         self.errors: dict[int, FFServeError] = {}
 
     def _allocate(self, offsets: Int64s) -> None:
-        out = self._out
-        if out is not None:
-            out = check_out(out, int(offsets[-1]))
-        self.target = Target(offsets, apart=self._apart, out=out)
+        self.target = Target(offsets, apart=self._apart, out=self._out)
 
     def _parts(self, positions: Int64s) -> deque[Int64s]:
         """Cut positions into those of one GET each."""

@@ -111,8 +111,10 @@ class Target:
 
     Args:
         offsets: int64[n + 1], running sum of the lengths. apart: an array for each sample.
-        out: a buffer of offsets[n] bytes to use instead of a new one.
+        out: a buffer of at least offsets[n] bytes to use instead of a new one.
         arrays: an array for each sample, and their addresses, to use instead of new ones.
+
+    Raises: UsageError for an `out` that cannot be used.
     """
 
     __slots__ = ("addresses", "arrays", "buffer", "offsets")
@@ -132,7 +134,8 @@ class Target:
         if apart:
             self.arrays, self.addresses = arrays or arrays_of(offsets)
         else:
-            self.buffer = empty(int(offsets[-1])) if out is None else out
+            size = int(offsets[-1])
+            self.buffer = empty(size) if out is None else check_out(out, size)
 
     def places(self) -> NDArray[np.uint64]:
         """Return the address of each sample's destination."""

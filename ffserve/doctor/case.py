@@ -1,5 +1,6 @@
 """The facts that `ffserve doctor` judges: this machine, the socket, the process that is or would be
-the daemon, the settings, the data. `Host` and `Case` also write commands as this machine needs them.
+the daemon, the settings, the data. `Host` and `Case` also write commands as this machine needs
+them.
 
 The facts are collected without numpy and without threads, since `probe.py` forks.
 """

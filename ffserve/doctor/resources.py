@@ -23,8 +23,14 @@ from ffserve.doctor.case import UNLIMITED, Case, Finding, Process, number_in, te
 from ffserve.engine.codec import checksum_library
 from ffserve.engine.io import KINDS, refusal
 from ffserve.errors import ReadError
-from ffserve.server.life.daemon import OWN_SIZE, file_limit_fault, memory_fault
-from ffserve.server.sessions.server import RESERVED_SESSIONS, most_sessions
+from ffserve.limits import OWN_SIZE, RESERVED_SESSIONS
+from ffserve.server.life.daemon import (
+    file_limit_fault,
+    memory_fault,
+)
+from ffserve.server.sessions.server import (
+    most_sessions,
+)
 from ffserve.system.machine import cgroup_directories, free_memory, memory_limits
 from ffserve.system.memfd import HUGE_PAGE, SharedMemory, can_map
 
@@ -190,8 +196,8 @@ def locked_memory(case: Case) -> Found:
         "warning",
         f"{process.name} may lock {format_size(process.lockable_size)} of memory, less than the "
         f"arena of {format_size(case.arena_size)}",
-        "The part of the arena beyond the limit is not registered with io_uring: reads into it cost "
-        "half as much CPU time again.",
+        "The part of the arena beyond the limit is not registered with io_uring: reads into it "
+        "cost half as much CPU time again.",
         case.limit_setting("LimitMEMLOCK=infinity", "memlock", "unlimited"),
     )
 

@@ -1,4 +1,4 @@
-"""Lists of integers and lists of arrays: arrays.c, or the same in Python where that is missing.
+"""Lists of integers and lists of arrays: memory/arrays.c, or the same in Python without it.
 
 The module in C is built against numpy's headers. It is missing where those were missing, or if
 numpy was later replaced by one of another ABI.

@@ -1,6 +1,7 @@
 """Build of the C core: for pip, in place, or with a sanitizer.
 
-Every C file of this folder is part of the core, except arrays.c; there is no other list of them.
+Every C file of the folders in ROOMS is part of the core, except arrays.c; there is no other list of
+them.
 arrays.c is a module by itself, which needs numpy's headers; the package works without it where it
 cannot be built. pip reaches ``BuildExt`` through pyproject.toml (``tool.setuptools.cmdclass``) and
 loads this file alone, not the package, so nothing of ffserve may be imported here. Optional
@@ -37,12 +38,14 @@ from setuptools.command.build_py import build_py  # type: ignore[import-untyped]
 from setuptools.errors import BaseError, CCompilerError, CompileError  # type: ignore[import-untyped]
 
 MODULE = "ffserve.engine._core"
-ARRAYS, ARRAYS_SOURCE = "ffserve.engine._arrays", "arrays.c"
+ARRAYS, ARRAYS_SOURCE = "ffserve.engine._arrays", "memory/arrays.c"
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+ROOMS = ("reading", "records", "memory")
+"""Folders with the C files: reads of files, contents of records, memory that processes share."""
 HEADERS = (
-    "codec.h", "example.h", "inflate.h", "shm.h", "io.h", "opening.h", "cached.h", "slots.h",
-    "fuse.h",
+    "records/codec.h", "records/example.h", "records/inflate.h", "memory/shm.h", "reading/io.h",
+    "reading/opening.h", "reading/cached.h", "memory/slots.h", "memory/fuse.h",
 )  # fmt: skip
 """Headers whose declarations Python sees, each after those that it includes."""
 STABLE_ABI = "" if sysconfig.get_config_var("Py_GIL_DISABLED") else "cp310"
@@ -118,9 +121,9 @@ class BuildExt(build_ext):  # type: ignore[misc]
         for ext in self.extensions:
             # A source distribution carries what stands here.
             if ext.name == MODULE:
-                found = [path for path in sorted(HERE.glob("*.c")) if path.name != ARRAYS_SOURCE]
-                ext.sources = [os.path.relpath(path) for path in found]
-                ext.depends = [os.path.relpath(path) for path in sorted(HERE.glob("*.h"))]
+                found = set(HERE.glob("*/*.c")) - {HERE / ARRAYS_SOURCE}
+                ext.sources = [os.path.relpath(path) for path in sorted(found)]
+                ext.depends = [os.path.relpath(path) for path in sorted(HERE.glob("*/*.h"))]
             elif ext.name == ARRAYS:
                 ext.sources = [os.path.relpath(HERE / ARRAYS_SOURCE)]
 
@@ -141,12 +144,12 @@ class BuildExt(build_ext):  # type: ignore[misc]
             generated = Path(self.build_temp) / "_core.c"
             emit(generated)
             ext.sources = [str(generated), *ext.sources]
-            ext.include_dirs.append(str(HERE))
+            ext.include_dirs += [str(HERE), *_headers()]
             if not STABLE_ABI:
                 ext.define_macros.append(("_CFFI_NO_LIMITED_API", None))
             self._find_libraries(ext)
         elif ext.name == ARRAYS:
-            ext.include_dirs.append(_numpy_headers())
+            ext.include_dirs += [*_headers(), _numpy_headers()]
         fingerprint = runpy.run_path(str(HERE / "fingerprint.py"))["fingerprint"](HERE)
         ext.define_macros.append(("FFS_SOURCES", f"{fingerprint}u"))
         self._choose_flags(ext)
@@ -209,6 +212,10 @@ class BuildWheel(bdist_wheel):  # type: ignore[misc]
     def finalize_options(self) -> None:
         self.py_limited_api = STABLE_ABI or False
         super().finalize_options()
+
+
+def _headers() -> list[str]:
+    return [str(HERE / room) for room in ROOMS]
 
 
 class BuildFiles(build_py):  # type: ignore[misc]

@@ -1,6 +1,6 @@
 """Records in the page cache: which they are, and reading them in the calling thread.
 
-The Python face of cached.h.
+The Python face of reading/cached.h.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Codecs: checksums, scanners of TFRecord frames and RecordIO chunks.
 
-The Python face of codec.h. Nothing here reads a file: a scanner says which bytes it needs next and
-gets them as a window. Its tables grow with what it finds and are bounded by the size of the file.
-The GIL is released during every call.
+The Python face of records/codec.h. Nothing here reads a file: a scanner says which bytes it
+needs next and gets them as a window. Its tables grow with what it finds and are bounded by the size
+of the file. The GIL is released during every call.
 """
 
 from __future__ import annotations

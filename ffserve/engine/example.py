@@ -1,4 +1,4 @@
-"""Columns of tf.train.Example and SequenceExample messages, as arrays; over example.c."""
+"""Columns of tf.train.Example and SequenceExample messages, as arrays; over records/example.c."""
 
 from __future__ import annotations
 

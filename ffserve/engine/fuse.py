@@ -1,6 +1,6 @@
 """Requests of /dev/fuse: those that can be answered from the arena are answered in C.
 
-The Python face of fuse.h.
+The Python face of memory/fuse.h.
 """
 
 from __future__ import annotations

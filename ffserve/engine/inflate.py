@@ -1,6 +1,7 @@
 """Deflate streams: one pass that finds the beginnings of blocks, and decoding from one of them on.
 
-The Python face of inflate.h. Nothing here reads a file. The GIL is released during every call.
+The Python face of records/inflate.h. Nothing here reads a file. The GIL is released during every
+call.
 """
 
 from __future__ import annotations

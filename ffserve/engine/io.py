@@ -1,7 +1,8 @@
 """Reading files: engines, batches, direct replies.
 
-The Python face of io.h. Everything here is thin: arrays go in as numpy buffers, there is one C call
-per batch, and the GIL is released during it. The untyped cffi module is confined to this folder.
+The Python face of reading/io.h. Everything here is thin: arrays go in as numpy buffers, there is
+one C call per batch, and the GIL is released during it. The untyped cffi module is confined to this
+folder.
 
 An ``EngineBatch`` is one block of C memory that its numpy views keep alive. From submit until it
 has ended the kernel may write to it. So the engine holds it in a dictionary, which the engine's
@@ -543,7 +544,7 @@ class DirectReply:
 
 MERGED_SIZE = 120 * 1024
 """Bytes from the start of a merged read within which its extents begin. Half a bounce buffer
-(FFS_BOUNCE_SIZE in engine/backend.h), so that the read, with its last extent and the alignment,
+(FFS_BOUNCE_SIZE in reading/backend.h), so that the read, with its last extent and the alignment,
 fits into one. Disks reach full speed at about 64 KiB per read."""
 MERGED_GAP = 4096
 """Bytes between neighbours that are read and dropped, at most: so much is over-read per record. The
@@ -606,7 +607,7 @@ def file_system_type(fd: int) -> int:
 # ---- opening files -----------------------------------------------------------------------------
 
 _LARGEST_ALIGNMENT = 128 << 10
-"""FFS_ALIGNMENT_MAX of engine/backend.h."""
+"""FFS_ALIGNMENT_MAX of engine/reading/backend.h."""
 
 
 def _logical_block_size(device: int) -> int:

@@ -1,7 +1,7 @@
 """Shared memory: looking samples up in the directory, copying them into batches, publishing.
 
-The Python face of shm.h. Arrays go in as numpy buffers, there is one C call per batch, and the GIL
-is released during it. engine/shm.c explains why a torn copy is never accepted.
+The Python face of memory/shm.h. Arrays go in as numpy buffers, there is one C call per batch, and
+the GIL is released during it. memory/shm.c explains why a torn copy is never accepted.
 
 Fresh memory costs up to three times as much as copying into it, since the kernel zeroes every page.
 So memory of batches is kept when it is freed.

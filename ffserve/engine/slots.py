@@ -1,7 +1,7 @@
 """Slots: what is computed of the cache's tables per sample or slot, once per batch.
 
-The Python face of slots.c and next_use.c. Pure functions over the caller's arrays; nothing is
-decided or read here.
+The Python face of memory/slots.c and memory/next_use.c. They are pure functions over the caller's
+arrays; nothing is decided or read here.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ CHECKSUM_NONE = 0
 CHECKSUM_CRC32 = 1
 """zlib's CRC-32."""
 CHECKSUM_CRC32C = 2
-"""Castagnoli; the three numbers are those of ``engine/codec.h``."""
+"""Castagnoli; the three numbers are those of ``engine/records/codec.h``."""
 
 GZIP_MAGIC, ZLIB_MAGIC = b"\x1f\x8b\x08", b"\x78"
 """First bytes of files that are compressed as a whole; other files may begin alike."""

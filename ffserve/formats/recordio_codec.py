@@ -32,7 +32,7 @@ U32_MAX = (1 << 32) - 1
 
 NONE, SNAPPY, GZIP = "none", "snappy", "gzip"
 COMPRESSIONS = (NONE, SNAPPY, GZIP)
-"""By number, as in engine/codec.c, which reads headers and decides which are valid."""
+"""By number, as in engine/records/codec.c, which reads headers and decides which are valid."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Scan of the chunk headers of a RecordIO file.
 
-The scanner in C (engine/codec.c) has the rules: every number in a header is checked, the payload
-against the file size, the decoded size against the best possible compression, the number of records
-against the decoded size. It stops at a fault, which becomes an error here.
+The scanner in C (engine/records/codec.c) has the rules: every number in a header is checked, the
+payload against the file size, the decoded size against the best possible compression, the number of
+records against the decoded size. It stops at a fault, which becomes an error here.
 
 A header has no checksum of its own. So a tolerant scan reads the whole file, verifies every payload
 against its checksum, and after a mismatch searches for the next chunk with a matching checksum.

@@ -1,6 +1,6 @@
-"""Inputs of a job: which files there are, and which worker gets which.
+"""Inputs of a job: the files of each input, and their distribution over workers.
 
-XLearning's rules, with its faults mended; `docs/INPUTS.md` compares them. An input is a string
+The rules are those of XLearning without its faults (`docs/INPUTS.md`). An input is a string
 ``URI[,URI…][#ALIAS]``. Inputs of one alias are joined in the order in which they are given. File i
 of an alias goes to worker i mod n.
 
@@ -16,14 +16,13 @@ from collections.abc import Iterable, Sequence
 
 from ffserve.errors import MissingFile, UsageError, printable
 from ffserve.inputs.places import EMPTY, InputFile, Listing, find
-from ffserve.store.origin import HIDDEN, SPECIAL
-from ffserve.store.urls import shown
+from ffserve.store.public import HIDDEN, SPECIAL, shown
 
 __all__ = ["DEFAULT_ALIAS", "InputFile", "Listing", "assign", "find_inputs", "parse_input", "share"]
 
 DEFAULT_ALIAS = "input"
 _NAMED = 3
-"""So many of the files that were left out are named."""
+"""A message names so many of the files that are left out."""
 
 
 def assign(inputs: Sequence[str], workers: int) -> list[dict[str, list[str]]]:

@@ -1,10 +1,10 @@
 """DOWNLOAD: the input files of a worker in directories beside it, one for each alias.
 
-The directories hold these files and no others, so a program may take whatever it finds there. What
-an earlier run has placed is known from a record in the same directory: unchanged files that are
-wanted again stay, others of that run are removed, and anything else is refused, since it is not
-known whose it is. So nothing of the user is deleted, and no input of another run is read by
-mistake. The record is written before the first file is placed, and again when all of them are.
+The directories contain these files and no others, so a program may take every file there. A record
+in the same directory names the files that an earlier run has placed. Unchanged files that are
+wanted again stay, and others of that run are removed. All other files are refused, since their
+owner is unknown. So no file of the user is deleted, and no input of another run is read by mistake. The
+record is written before the first file is placed, and again when all are placed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ffserve.disk.files import os_error
 from ffserve.disk.output import temporary_name, writing
 from ffserve.errors import UsageError
 from ffserve.inputs.places import InputFile, fetch, local_path
-from ffserve.store.urls import shown
+from ffserve.store.public import shown
 
 RECORD = ".ffserve-inputs.json"
 """Name of the record in a worker's directory: {alias: {name: [version, placed]}}."""
 SCRATCH = ".ffserve-inputs.tmp"
-"""Directory of incomplete files beside it; what an interrupted run has left there is removed."""
+"""Directory of incomplete files beside it. Files of an interrupted run there are removed."""
 
 _THREADS = 8
 _COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".snappy", ".zlib", ".deflate")
@@ -150,7 +150,7 @@ def _check_apart(directory: str, wanted: Mapping[str, Placed]) -> None:
 
 def _fetch_all(files: list[tuple[InputFile, str]], scratch: str) -> None:
     """Fetch files, some at the same time; raise the first error. An error or an interruption ends
-    it at once: what is still under way is dropped."""
+    it at once: files that are being fetched are dropped."""
     waiting: queue.SimpleQueue[tuple[InputFile, str]] = queue.SimpleQueue()
     for item in files:
         waiting.put(item)
@@ -198,7 +198,7 @@ def _clear(directory: str, wanted: Placed, earlier: Mapping[str, Any]) -> dict[s
         return {}
     if os.path.islink(directory) or not os.path.isdir(directory):
         raise UsageError(
-            "the place of an input is taken by another file",
+            "another file is in the place of an input",
             path=directory,
             hint="remove it, or give the input another alias (#ALIAS)",
         )
@@ -240,7 +240,7 @@ def _row(file: InputFile, placed: list[int] | None) -> list[Any]:
 
 
 def _identity(state: os.stat_result) -> list[int]:
-    """Return what tells a placed file from another one, and from itself after a change.
+    """Return the identity of a placed file, which changes with its content.
 
     A link changes with the file that it leads to, which keeps what was written.
     """
@@ -250,7 +250,7 @@ def _identity(state: os.stat_result) -> list[int]:
 
 
 def _is_ours(path: str, row: Any) -> bool:
-    """Whether a path is what a row of the record tells, or was begun by an interrupted run."""
+    """Whether a path is the file of a row of the record, or was begun by an interrupted run."""
     if not isinstance(row, list) or len(row) != 2:
         return False
     try:

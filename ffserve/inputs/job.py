@@ -17,15 +17,16 @@ from ffserve.disk.files import wrap_os_error
 from ffserve.disk.output import writing
 from ffserve.errors import UsageError
 from ffserve.inputs import Listing, describe_left_out, download, find_inputs, share
-from ffserve.inputs.outputs import Output, OutputJob, job_name
-from ffserve.inputs.processes import Interrupted, Processes, Signals, Worker
-from ffserve.inputs.stream import Framing, Stream, share_of, splits_of
+from ffserve.inputs.outputs import Output, RunOutput, job_name
+from ffserve.inputs.processes import Interrupted, Processes, RunWorker, Signals
+from ffserve.inputs.stream import Framing, WorkerStream, share_of, splits_of
 
 Strategy = Literal["download", "placeholder", "stream"]
 
 FILE_LIST, FILE_LIST_VARIABLE = "inputFileList.txt", "INPUT_FILE_LIST"
 MAX_ENVIRONMENT = 120_240
-"""Characters of the environment, counted as XLearning does: of the text "[A=1, B=2]"."""
+"""The longest environment that has the list of files, in characters. They are counted as XLearning
+counts them, in the text "[A=1, B=2]"."""
 
 _WORKER = re.compile(r"worker-\d+")
 _RANKS = (
@@ -39,7 +40,7 @@ _RANKS = (
 
 @dataclass(frozen=True)
 class Run:
-    """What is to be run.
+    """A command with its inputs, workers and outputs.
 
     Args:
         inputs: strings ``URI[,URI…][#ALIAS]``. strategy: how the program gets the files.
@@ -137,7 +138,7 @@ def run(job: Run, say: Callable[[str], None]) -> int:
     files = _names(found, job) if found and job.strategy == "download" else {}
     name = job.name or (uuid.uuid4().hex if job.rank is None else job_name(job.environment))
     outputs = [
-        OutputJob(output, job=name, workers=job.workers, ranks=job.ranks, say=say)
+        RunOutput(output, job=name, workers=job.workers, ranks=job.ranks, say=say)
         for output in job.outputs
     ]
     with contextlib.ExitStack() as stack, Signals() as signals:
@@ -168,8 +169,8 @@ def run(job: Run, say: Callable[[str], None]) -> int:
 
 
 def _commit(
-    outputs: Sequence[OutputJob],
-    workers: Sequence[Worker],
+    outputs: Sequence[RunOutput],
+    workers: Sequence[RunWorker],
     signals: Signals,
     say: Callable[[str], None],
 ) -> None:
@@ -216,7 +217,7 @@ def _report(found: Mapping[str, Listing], job: Run, say: Callable[[str], None]) 
                 "workers: some get none"
             )
     if job.strategy == "stream" and not found:
-        raise UsageError("there is nothing to stream", hint="add --input URI")
+        raise UsageError("the strategy stream needs an input", hint="add --input URI")
     both = {output.directory.split("/")[0] for output in job.outputs} & found.keys()
     if both and job.strategy == "download":
         raise UsageError(
@@ -245,7 +246,7 @@ def _worker(
     rank: int,
     stack: contextlib.ExitStack,
     say: Callable[[str], None],
-) -> Worker:
+) -> RunWorker:
     """Prepare a worker's directory and environment."""
     directory = job.directory
     own = [output.directory for output in job.outputs]
@@ -268,8 +269,10 @@ def _worker(
     stream = None
     if job.strategy == "stream":
         shares = [share_of(splits_of(each.files), rank, job.workers) for each in found.values()]
-        stream = Stream(shares, framing=job.framing, epochs=job.epochs, seed=job.seed, rank=rank)
-    return Worker(rank, directory, environment, stream)
+        stream = WorkerStream(
+            shares, framing=job.framing, epochs=job.epochs, seed=job.seed, rank=rank
+        )
+    return RunWorker(rank, directory, environment, stream)
 
 
 def _tell_files(

@@ -3,13 +3,13 @@
 A job writes to ``URI/_temporary/JOB/``: each worker's files go to ``worker-R.part`` there, which is
 renamed to ``worker-R`` when it is complete. When the parts of all workers are there, the files are
 renamed to their places below URI, and ``_SUCCESS`` is written last: a directory without it is not
-complete. Nothing appears outside of ``_temporary`` before all workers have succeeded.
+complete. No file appears outside of ``_temporary`` before all workers have succeeded.
 
 All workers' files share the directory. Files of one name from several workers go to ``worker-R/``
-instead, so nothing is lost. In a job over several machines each rank brings its part, and the one
-that completes the set commits; who it is, is decided by renaming the job's directory. Object stores
-do not rename but copy and delete, so there two ranks that finish in the same moment may both copy;
-the result is the same.
+instead, so no file is lost. In a job over several machines each rank brings its part, and the rank
+that completes the set commits: the one whose rename of the job's directory succeeds. Object stores
+copy and delete instead of renaming, so two ranks that finish at the same moment may both copy; the
+result is the same.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from ffserve.disk.files import open_regular, os_error, wrap_os_error
 from ffserve.disk.output import sync_directory, writing
 from ffserve.errors import ReadError, UsageError, printable
 from ffserve.inputs.places import local_path
-from ffserve.store import fetching as store
-from ffserve.store.origin import file_system
-from ffserve.store.urls import shown
+from ffserve.store import public as store
+from ffserve.store.public import file_system, shown
 
 T = TypeVar("T")
 
@@ -39,7 +38,7 @@ TEMPORARY, SUCCESS = "_temporary", "_SUCCESS"
 
 @dataclass(frozen=True)
 class Output:
-    """What ``--output DIR=URI`` means: a directory of each worker, and where its files go."""
+    """An output ``DIR=URI``: a directory of each worker, and the place of its files."""
 
     directory: str
     uri: str
@@ -66,7 +65,7 @@ def parse_output(text: str) -> Output:
 # ---- places --------------------------------------------------------------------------------------
 
 
-class Target(Protocol):
+class OutputDirectory(Protocol):
     """A directory for output. Paths are relative to it, parts joined by "/"."""
 
     def exists(self) -> bool:
@@ -106,13 +105,13 @@ class Target(Protocol):
         ...
 
 
-def target_of(uri: str) -> Target:
-    """Return the target of a local path or a URL."""
+def output_directory(uri: str) -> OutputDirectory:
+    """Return the directory at a local path or a URL."""
     path = local_path(uri)
-    return RemoteTarget(uri) if path is None else LocalTarget(path)
+    return RemoteDirectory(uri) if path is None else LocalDirectory(path)
 
 
-class LocalTarget:
+class LocalDirectory:
     """A directory of this machine, or one that is mounted."""
 
     def __init__(self, path: str) -> None:
@@ -196,9 +195,9 @@ class LocalTarget:
         return os.path.join(self._path, path) if path else self._path
 
 
-class RemoteTarget:
-    """A directory of another place, by fsspec. What fails and may pass is tried again; all calls
-    may be repeated."""
+class RemoteDirectory:
+    """A directory at an origin. Calls that fail for a while are tried again, so each of them may be
+    repeated."""
 
     def __init__(self, uri: str) -> None:
         self._uri = uri
@@ -314,7 +313,7 @@ class RemoteTarget:
 # ---- the job -------------------------------------------------------------------------------------
 
 
-class OutputJob:
+class RunOutput:
     """The output of a job at one URI.
 
     Args:
@@ -336,7 +335,7 @@ class OutputJob:
         self._ranks = ranks
         self._say = say
         self._root = f"{TEMPORARY}/{job}"
-        self._target = target_of(output.uri)
+        self._target = output_directory(output.uri)
         self._created = self._existed = False
 
     def begin(self) -> None:
@@ -420,7 +419,7 @@ class OutputJob:
         Not where another rank of this job may have done so: the rename of an object store does not
         decide who commits.
         """
-        alone = len(self._ranks) == self._workers or isinstance(self._target, LocalTarget)
+        alone = len(self._ranks) == self._workers or isinstance(self._target, LocalDirectory)
         if alone and SUCCESS in self._target.entries(""):
             self._target.remove(own)
             self._target.prune(TEMPORARY)

@@ -1,8 +1,8 @@
 """Places of input files: local paths and ``file://`` directly, all other URLs through the store.
 
-Three functions are all that the rest of the package knows of places: `find` lists the files of a
-URI, `fetch` brings one file to a local path under its name only when it is complete, and
-`open_file` opens one as a stream. Nothing is written to a place, and nothing is deleted there.
+The rest of this folder uses three functions: `find` lists the files of a URI, `fetch` brings one
+file to a local path, where it gets its name when it is complete, and `open_file` opens one as a
+stream. No place is written to, and no file is deleted there.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import errno
 import fcntl
 import fnmatch
-import io
 import os
 import re
 import secrets
@@ -23,14 +22,21 @@ from typing import IO, Any, cast
 from ffserve.disk.files import open_regular, opener, wrap_os_error
 from ffserve.disk.output import writing
 from ffserve.errors import MissingFile, ReadError, UsageError
-from ffserve.store import fetching as store
-from ffserve.store.blocks import write_at
-from ffserve.store.origin import HIDDEN, SPECIAL, Identity, file_system
-from ffserve.store.ranges import ReadAtStream
-from ffserve.store.urls import check_name, is_url, is_web, name_of, shown
+from ffserve.store import public as store
+from ffserve.store.public import (
+    HIDDEN,
+    SPECIAL,
+    ObjectVersion,
+    check_name,
+    is_url,
+    is_web,
+    name_of,
+    shown,
+    write_at,
+)
 
 EMPTY = "empty"
-"""Why a file is left out; others: HIDDEN, SPECIAL."""
+"""A reason why a file is left out; the others are HIDDEN and SPECIAL."""
 
 _FILE_URI = re.compile(r"file:(?://(?:localhost)?)?(?=/)", re.I)
 _MAGIC = re.compile(r"[*?\[{]")
@@ -48,7 +54,7 @@ class InputFile:
         name: its place in the directory of its alias, parts joined by "/".
     """
 
-    identity: Identity
+    identity: ObjectVersion
     name: str
 
     @property
@@ -210,7 +216,7 @@ class _LocalSearch:
                 self._leave_out(path, EMPTY)
             else:
                 changed = str(state.st_mtime_ns)
-                identity = Identity(self._prefix + path, state.st_size, changed, 0)
+                identity = ObjectVersion(self._prefix + path, state.st_size, changed, 0)
                 self.listing.files.append(InputFile(identity, name))
 
     def _entries(self, directory: str) -> list[str]:
@@ -267,46 +273,6 @@ def _find_remote(uri: str) -> Listing:
     return listing
 
 
-class _Stored(ReadAtStream):
-    """A remote file as a stream, through the store."""
-
-    def __init__(self, identity: Identity) -> None:
-        self._fetcher = store.process_fetcher()
-        self._opened = self._fetcher.open(identity)
-        super().__init__(self._fetcher.read_at(self._opened), identity.size)
-
-    def close(self) -> None:
-        if not self.closed:
-            self._fetcher.close(self._opened)
-        super().close()
-
-
-class _Unsized(io.RawIOBase):
-    """A remote file of unknown size, from its begin: no range of it can be read again."""
-
-    def __init__(self, uri: str) -> None:
-        self._uri = uri
-        self._file = store.call(uri, self._open)
-
-    def _open(self) -> Any:
-        system, path = file_system(self._uri)
-        return system.open(path, "rb")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        content = self._file.read(len(view))
-        view[: len(content)] = content
-        return len(content)
-
-    def close(self) -> None:
-        if not self.closed:
-            self._file.close()
-        super().close()
-
-
 # ---- fetching and opening ------------------------------------------------------------------------
 
 
@@ -317,8 +283,9 @@ def open_file(file: InputFile) -> IO[bytes]:
     """
     path = local_path(file.uri)
     if path is None:
-        remote = _Unsized(file.uri) if file.size < 0 else _Stored(file.identity)
-        return cast(IO[bytes], remote)
+        if file.size < 0:
+            return cast(IO[bytes], store.UnsizedStream(file.uri))
+        return cast(IO[bytes], store.StoredStream(file.identity))
     os.close(open_regular(path))
     return wrap_os_error(lambda p: open(p, "rb", buffering=0, opener=opener), path)
 
@@ -344,12 +311,7 @@ def fetch(file: InputFile, target: str, scratch: str, check: Callable[[], object
         if file.size < 0:
             store.call(file.uri, lambda: _fetch_unsized(file, target, fd, check))
             return
-        fetcher = store.process_fetcher()
-        opened = fetcher.open(file.identity)
-        try:
-            fetcher.copy(opened, fd, check)
-        finally:
-            fetcher.close(opened)
+        store.copy(file.identity, fd, check)
         if modified := file.identity.modified:
             os.utime(fd, (modified, modified))
 

@@ -1,10 +1,11 @@
 """The processes of a run: started together, watched, ended together.
 
-Each program is the leader of a session of its own, so a signal reaches exactly those processes that
-it is meant for: one of the terminal comes to this process, which passes it on once. A program is
-killed with this process (PR_SET_PDEATHSIG, prctl(2)), and if its input is a pipe of samples, before
-that ends (`Guard`): it would take the death of the writer for the end of the data. When a program
-has ended, whatever it has left running in its session's first process group is ended too.
+Each program leads a session of its own, so a signal reaches exactly the processes that it is meant
+for: a signal of the terminal comes to this process, which passes it on once. A program is killed
+when this process dies (PR_SET_PDEATHSIG, prctl(2)). If its input is a pipe of samples, it is killed
+before the pipe ends (`Guard`): it would take the death of the writer for the end of the data. When
+a program has ended, the processes that it left in the first process group of its session are ended
+too.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from types import FrameType
 from typing import NoReturn
 
 from ffserve.errors import FFServeError, MissingFile, UsageError
-from ffserve.inputs.stream import Stream, write_all
+from ffserve.inputs.stream import WorkerStream, write_all
 
 GRACE_S = 10.0
 """Time between SIGTERM and SIGKILL for workers that are ended because another has failed."""
 _LEFT_S = 2.0
-"""The same for what a program has left running."""
+"""Time between SIGTERM and SIGKILL for processes that an ended program has left."""
 _TICK_S = 0.05
 _LINE_LIMIT = 64 << 10
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -51,16 +52,16 @@ class Interrupted(BaseException):
 
 
 @dataclass
-class Worker:
-    """A worker: where its program runs, with which environment, and what it reads."""
+class RunWorker:
+    """A worker: directory and environment of its program, and the stream that this reads."""
 
     rank: int
     directory: str
     environment: Mapping[str, str]
-    stream: Stream | None = None
+    stream: WorkerStream | None = None
     process: subprocess.Popen[bytes] | None = None
     guard: Guard | None = None
-    """Of a program that has a stream."""
+    """The guard of a program that reads a stream."""
     code: int | None = None
     """Exit code of the program; 128 + N if signal N has killed it."""
     pipes: list[Prefixed] = field(default_factory=list)
@@ -122,7 +123,7 @@ class Prefixed:
         self._rest = b""
 
     def take(self) -> bool:
-        """Write on what has come; return False at the end of the output."""
+        """Write the lines that have come; return False at the end of the output."""
         try:
             data = os.read(self.source, _LINE_LIMIT)
         except BlockingIOError:
@@ -163,12 +164,12 @@ class Signals:
     """
 
     def __init__(self) -> None:
-        self.workers: list[Worker] = []
+        self.workers: list[RunWorker] = []
         """Those whose programs run."""
         self.received: list[int] = []
         """Signals that end a program, as they came."""
         self.ending = False
-        """Whether what programs have left is being ended: a signal is only noted."""
+        """Whether processes that programs have left are being ended: a signal is only recorded."""
         self._held: list[int] | None = None
         """Signals that came while a program was started: it may run already, but is not known."""
         self._reader, self._writer = os.pipe()
@@ -243,7 +244,7 @@ class Signals:
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def signal_group(worker: Worker, number: int) -> bool:
+def signal_group(worker: RunWorker, number: int) -> bool:
     """Send a signal to a program's process group; False if nobody is left in it."""
     assert worker.process is not None
     try:
@@ -263,7 +264,7 @@ class Processes:
 
     def __init__(
         self,
-        workers: Sequence[Worker],
+        workers: Sequence[RunWorker],
         command: Sequence[str],
         *,
         prefix: bool,
@@ -275,7 +276,7 @@ class Processes:
         self._prefix = prefix
         self._signals = signals
         self._say = say
-        self._failed: list[tuple[Worker, BaseException]] = []
+        self._failed: list[tuple[RunWorker, BaseException]] = []
         """Streams whose source failed."""
         self._first_code = 0
         self._deadline: float | None = None
@@ -312,7 +313,7 @@ class Processes:
             raise Interrupted(late[0])
         return self._first_code
 
-    def _start(self, worker: Worker) -> None:
+    def _start(self, worker: RunWorker) -> None:
         stdin: int | None = None  # one program has ours
         if worker.stream is not None:
             stdin = subprocess.PIPE
@@ -356,7 +357,7 @@ class Processes:
                 worker.pipes.append(Prefixed(os.dup(stream.fileno()), target, mark))
                 stream.close()
 
-    def _feed(self, worker: Worker) -> threading.Thread:
+    def _feed(self, worker: RunWorker) -> threading.Thread:
         """Start the thread that writes a worker's samples."""
 
         def feed() -> None:
@@ -411,14 +412,14 @@ class Processes:
             if pipe in worker.pipes:
                 worker.pipes.remove(pipe)
 
-    def _has_ended(self, worker: Worker) -> bool:
+    def _has_ended(self, worker: RunWorker) -> bool:
         assert worker.process is not None
         code = worker.process.poll()
         if code is not None:
             worker.code = code if code >= 0 else 128 - code
         return code is not None
 
-    def _note(self, worker: Worker) -> None:
+    def _note(self, worker: RunWorker) -> None:
         """Note the end of a worker; a failure ends the others."""
         assert worker.code is not None and worker.process is not None
         if not worker.code:
@@ -467,7 +468,7 @@ class Processes:
             assert worker.process is not None and worker.process.stdin is not None
             worker.process.stdin.close()
 
-    def _end_groups(self, workers: Sequence[Worker]) -> None:
+    def _end_groups(self, workers: Sequence[RunWorker]) -> None:
         """Send SIGTERM, wait until the groups are empty, then send SIGKILL."""
         left = [worker for worker in workers if signal_group(worker, signal.SIGTERM)]
         begun = time.monotonic()
@@ -484,7 +485,7 @@ class Processes:
             left = [worker for worker in left if signal_group(worker, number)]
 
 
-def _reap(worker: Worker) -> None:
+def _reap(worker: RunWorker) -> None:
     """Reap what a program has left, and has ended; as children of ours (see `_adopt`)."""
     assert worker.process is not None
     with contextlib.suppress(ChildProcessError):
@@ -527,7 +528,7 @@ _START = {
 }
 
 
-def start_error(error: BaseException, program: str, worker: Worker) -> FFServeError:
+def start_error(error: BaseException, program: str, worker: RunWorker) -> FFServeError:
     """Return the error for a program that could not be started."""
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, OSError) and error.filename == worker.directory:

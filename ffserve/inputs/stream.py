@@ -27,16 +27,14 @@ from typing import IO, Any, Literal, cast
 
 import numpy as np
 
+import ffserve
 from ffserve import formats
-from ffserve import reader as readers
 from ffserve.disk.files import os_error
 from ffserve.errors import FFServeError, FormatError, TruncatedError, UsageError
 from ffserve.formats.base import HEAD_SIZE
 from ffserve.inputs.places import InputFile, local_path, open_file
 from ffserve.order import permutation
-from ffserve.store.fetching import process_fetcher
-from ffserve.store.origin import failure
-from ffserve.store.urls import literal, shown
+from ffserve.store.public import check_store, error_of, literal, shown
 
 Framing = Literal["lines", "length"]
 
@@ -93,8 +91,8 @@ def is_record_file(file: InputFile) -> bool:
     return formats.by_suffix(file.name) is not None
 
 
-class Stream:
-    """What one worker's program reads.
+class WorkerStream:
+    """The bytes that the program of one worker reads.
 
     Args:
         shares: the splits of this worker, for each alias in order.
@@ -122,11 +120,11 @@ class Stream:
         self._rank = rank
         self._kinds: dict[str, bool] = {}
         if any(local_path(split.file.uri) is None for splits in shares for split in splits):
-            process_fetcher()  # what is wrong with the store is said before a program starts
+            check_store()  # a fault of the store is reported before a program starts
         self._readers: dict[str, Any] = {}
 
     def blocks(self) -> Generator[bytes, None, None]:
-        """Yield what the program reads.
+        """Yield the bytes that the program reads.
 
         Raises: FFServeError: a file is damaged or cannot be read; it is named.
         """
@@ -215,7 +213,7 @@ class Stream:
             return self._readers[file.uri]
         while len(self._readers) >= _OPEN_READERS:
             self._readers.pop(next(iter(self._readers))).close()
-        self._readers[file.uri] = readers.open(local_path(file.uri) or literal(file.uri))
+        self._readers[file.uri] = ffserve.open(local_path(file.uri) or literal(file.uri))
         return self._readers[file.uri]
 
 
@@ -322,7 +320,7 @@ def _reading(file: InputFile) -> Iterator[None]:
     except Exception as error:
         path = local_path(file.uri)
         if path is None:
-            raise failure(error, file.uri).error from error
+            raise error_of(error, file.uri) from error
         if isinstance(error, OSError) and error.errno is not None:
             raise os_error(error, path) from error
         if isinstance(error, (OSError, ValueError)):  # of bz2

@@ -39,6 +39,8 @@ from ffserve.formats.tfrecord import FORMAT as TFRECORD
 
 SMALL_SIZE = 16 << 10
 """Bytes of each file that are read at once: 4 MiB of 256 files."""
+OPENED_AT_ONCE = 256
+"""Files whose heads are read together."""
 _MAX_OFFSET = 1 << 62
 """A read that begins here ends below 2^63, the limit of off_t."""
 _STEP = 1 << 20
@@ -230,6 +232,21 @@ def _read_indexed(found: dict[int, Tables], files: OpenFiles, rows: list[int], h
     small = TFRECORD.small_shards(done, counts, tables, heads.sizes)
     small.done = done & fresh
     _enter(found, files, rows, TFRECORD.name, small, how)
+
+
+def read_all(fds: list[int], paths: list[str], sizes: Int64s, how: How) -> list[Tables]:
+    """Return the tables of open files, several at a time, in a thread that may wait for the disk.
+
+    Raises: FormatError, ChecksumError, TruncatedError, ReadError: the first that cannot be read.
+    """
+    found: list[Tables] = []
+    for low in range(0, len(fds), OPENED_AT_ONCE):
+        some = slice(low, low + OPENED_AT_ONCE)
+        files = OpenFiles.of(fds[some], paths[some], sizes[some], how.format)
+        rows = range(len(files.fds))
+        together = read_together(files, rows, how)
+        found += [together.get(k) or read_single(files, k, how) for k in rows]
+    return found
 
 
 def read_single(files: OpenFiles, row: int, how: How) -> Tables:

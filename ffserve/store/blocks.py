@@ -1,6 +1,6 @@
 """One remote object on the local disk: a sparse file, and the state of each of its blocks.
 
-``data`` has the object's bytes at their own offsets, so an engine reads it as any other file.
+``data`` has the bytes of the object at their own offsets, so an engine reads it as any other file.
 ``state`` is mapped by all processes that use the object:
 
     0     8 bytes   "ffstore\\n"
@@ -10,14 +10,14 @@
     24    u32       CRC-32C of bytes 0 to 24, of the identity's length and of the identity
     28    u32       bytes of the identity
     32    36 bytes  boot ID under which the words below were written
-    68    identity  text of `Identity.key`, URL without secrets; up to 4096
+    68    identity  text of `ObjectVersion.key`, URL without secrets; up to 4096
     4096  u32[n]    words: ABSENT, RESERVED, PRESENT or UNCHECKED
           u32[n]    CRC-32C of each block that is there
           u32[n]    when a job will use it next, in seconds since 1970; 0: unknown
 
-A block is written, its checksum is noted, and only then its word becomes PRESENT: a process that is
-killed leaves a block ABSENT or RESERVED, never wrong. What the disk has after a power failure is
-unknown, as nothing is synced. Words of another boot therefore become UNCHECKED, and such a block
+A block is written, its checksum is stored, and only then its word becomes PRESENT: a killed process
+leaves a block ABSENT or RESERVED, never wrong. Nothing is synced, so the content of the disk
+after a power failure is unknown. Words of another boot therefore become UNCHECKED, and such a block
 is compared with its checksum before its first use.
 
 The kernel's locks on bytes of ``state`` (of open file descriptions, so they end with the process)
@@ -46,7 +46,7 @@ from ffserve.errors import ServerUnavailable
 from ffserve.system.memfd import punch
 
 ABSENT, RESERVED, PRESENT, UNCHECKED = range(4)
-"""RESERVED: counted in the store's size, but not there, or not there yet."""
+"""RESERVED: counted in the size of the store, but not written (yet)."""
 
 CLAIMS, PINS, OPEN = 0, 1 << 40, 1 << 41
 """First byte of each kind of locks."""
@@ -59,7 +59,7 @@ _NO_COPY = (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPE
 
 
 def boot_id() -> bytes:
-    """Return what is another one after each start of the machine."""
+    """Return the boot ID, which changes with each start of the machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()[:36]
 
 
@@ -142,7 +142,7 @@ def _head(identity: bytes, size: int, block_size: int) -> bytes:
 
 
 class BlockState:
-    """The mapped state of an object: what is there, and what locks say.
+    """The mapped state of an object: which blocks are there, and which are locked.
 
     Args: directory: of the object.
     Raises: OSError; ValueError if the files are not what `create` made.
@@ -169,7 +169,7 @@ class BlockState:
         if (magic, version) != (_MAGIC, _VERSION) or crc != found or block_size % PAGE:
             raise ValueError("the state file is damaged, or of another version")
         if not block_size or os.fstat(self.fd).st_size != state_size(size, block_size):
-            raise ValueError("the state file has another length than it says")
+            raise ValueError("the length of the state file differs from the length in its header")
         self.identity = identity.decode("utf-8", "surrogateescape")
         self.size, self.block_size, self.boot = size, block_size, boot
         self.count = block_count(size, block_size)
@@ -267,7 +267,7 @@ class StoredObject:
         try:
             self._data_fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
             if os.fstat(self._data_fd).st_size != state.size:
-                raise ValueError("the data file has another length than the object")
+                raise ValueError("the length of the data file differs from that of the object")
             lock(self._pin_fd, fcntl.F_RDLCK, OPEN)
             now = time.time()
             os.utime(path, (now, now))

@@ -1,15 +1,15 @@
 """A store: a directory of objects that all processes of a user share, and the limit of its size.
 
-There is no owner process. Whoever needs room takes the store's lock (``flock`` on its ``state``
-file, which ends with the process), counts what it takes, and evicts if the limit demands it:
+No process owns the store. A process that needs room takes the store's lock (``flock`` on the file
+``state``, which ends with the process), counts what it takes, and evicts blocks beyond the limit:
 
 1. blocks of objects that no process has open, those opened longest ago first;
 2. blocks of open objects that a job will use later than the new block, farthest first; a use that
    nobody has announced is the farthest.
 
-So nothing gives way to what is needed later, and blocks of an epoch in an order that nobody has
-announced stay (which is the best that can be done for it, POLICY.md). A block for which there is no
-room is not an error and waits for nobody: its reader reads what it needs of it past the store.
+So no block is evicted for one that is needed later, and blocks of an epoch in an order that nobody
+has announced stay (the best policy for such an order, POLICY.md). A block without room is not an
+error, and nobody waits for room: its reader reads the bytes that it needs past the store.
 
 ``state``: 8 bytes "ffstore\\n", u32 version, u32 size of a block, 36 bytes boot ID; at 64 u64 bytes
 in use, at 72 u64 evictions so far, both mapped.
@@ -52,7 +52,7 @@ from ffserve.store.blocks import (
     state_size,
     whole_pages,
 )
-from ffserve.store.origin import Identity
+from ffserve.store.origin import ObjectVersion
 from ffserve.system.memfd import punch
 
 log = logging.getLogger("ffserve")
@@ -61,13 +61,13 @@ BLOCK_SIZE = 512 << 10
 """Of new stores. A run of neighbours begins and ends within blocks, so they are small; requests are
 larger."""
 DEFAULT_SHARE = 0.8
-"""Of the disk's free space, and of what the store has: its default limit."""
+"""The default limit of a store is this share of the free space of its disk and its own size."""
 MIN_BLOCKS = 8
 """A store with room for fewer blocks is refused."""
 CANDIDATES_S = 1.0
-"""How long a sorted list of blocks to evict is used."""
+"""A sorted list of blocks to evict is used for so long."""
 AGAIN_S = 0.1
-"""How old such a list must be to be made anew because it has nothing for a block."""
+"""A list without a block to evict is sorted again when it is at least so old."""
 DIRECTORY_SIZE = 2 * PAGE
 OVERHEAD_SHARE = 8
 """The state of one object takes at most 1 part in OVERHEAD_SHARE of the store."""
@@ -79,9 +79,9 @@ _STATE_SIZE = PAGE
 @dataclass(frozen=True, slots=True)
 class _Candidate:
     rank: float
-    """When the block is needed again; what has the greatest goes first."""
+    """When the block is needed again; the block with the latest time is evicted first."""
     name: str
-    """Of its object's directory."""
+    """Name of the directory of its object."""
     block: int
 
 
@@ -123,7 +123,7 @@ def _problem(error: OSError, directory: str) -> FFServeError:
     return ReadError(f"cannot use the store: {text}", path=directory, hint=hint)
 
 
-def name_of(identity: Identity, domain: str = "") -> str:
+def name_of(identity: ObjectVersion, domain: str = "") -> str:
     """Return the name of the directory of an object of a domain."""
     seed = f"{domain}\n{identity.key}" if domain else identity.key
     return hashlib.blake2b(seed.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
@@ -210,13 +210,13 @@ class Store:
         magic, version, block_size, _ = _HEAD.unpack(head.ljust(_HEAD.size, b"\0"))
         if magic != _MAGIC or size != _STATE_SIZE or block_size % PAGE or not block_size:
             raise UsageError(
-                "this directory is no store, or its state file is damaged",
+                "this directory is not a store, or its state file is damaged",
                 path=os.path.join(self.directory, "state"),
-                hint="remove the directory: it has copies only",
+                hint="remove the directory: it contains only copies of remote files",
             )
         if version != _VERSION:
             raise UsageError(
-                f"the store is of version {version}, this program has {_VERSION}",
+                f"the store has version {version}, and this program reads version {_VERSION}",
                 path=self.directory,
                 hint="remove it, or choose another directory (FFSERVE_STORE; store.directory)",
             )
@@ -282,7 +282,7 @@ class Store:
 
     # ---- objects --------------------------------------------------------------------------
 
-    def open(self, identity: Identity, domain: str = "") -> StoredObject:
+    def open(self, identity: ObjectVersion, domain: str = "") -> StoredObject:
         """Return the object of this version; `close` it as often as it was opened.
 
         Args: domain: objects of two domains are never the same; "": that of the store's user.
@@ -307,7 +307,7 @@ class Store:
                 raise
             raise _problem(error, self.directory) from error
 
-    def _opened(self, name: str, identity: Identity) -> StoredObject:
+    def _opened(self, name: str, identity: ObjectVersion) -> StoredObject:
         directory = os.path.join(self._objects, name)
         text = "\n".join((urls.shown(identity.url), *identity.key.split("\n")[1:]))
         counted = 0
@@ -326,7 +326,9 @@ class Store:
                     raise
             except (FileNotFoundError, ValueError) as error:
                 if last:
-                    raise ReadError(f"cannot make the object: {error}", path=directory) from error
+                    raise ReadError(
+                        f"cannot create the object in the store: {error}", path=directory
+                    ) from error
                 if not isinstance(error, FileNotFoundError) or os.path.isdir(directory):
                     log.warning("store: an object was damaged and is fetched again: %s", error)
                 self._remove(directory)

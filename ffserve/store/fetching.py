@@ -33,7 +33,7 @@ from ffserve.store import origin, urls
 from ffserve.store.access import Access
 from ffserve.store.blocks import ABSENT, PRESENT, UNCHECKED, StoredObject, write_at
 from ffserve.store.directory import Store, default_directory, usual_limit
-from ffserve.store.origin import Identity, OriginError, RemoteFile
+from ffserve.store.origin import ObjectVersion, OriginError, RemoteFile
 
 log = logging.getLogger("ffserve")
 T = TypeVar("T")
@@ -155,7 +155,7 @@ class Breaker:
 
 
 @dataclass(order=True)
-class _Task:
+class _QueuedCall:
     due: float
     number: int
     run: Callable[[], Any] = field(compare=False)
@@ -183,7 +183,7 @@ class Threads:
         self._name = name
         self._most = most
         self._changed = threading.Condition()
-        self._waiting: list[_Task] = []
+        self._waiting: list[_QueuedCall] = []
         self._numbers = itertools.count()
         self._count = self._idle = 0
 
@@ -191,7 +191,7 @@ class Threads:
         """Run something when those that are due before it have begun. A future that runs already is
         left out: a task may be put again with a sooner time."""
         with self._changed:
-            heapq.heappush(self._waiting, _Task(due, next(self._numbers), run, future))
+            heapq.heappush(self._waiting, _QueuedCall(due, next(self._numbers), run, future))
             if self._idle < len(self._waiting) and self._count < self._most:
                 self._count += 1
                 threading.Thread(target=self._work, name=self._name, daemon=True).start()
@@ -214,7 +214,7 @@ class Threads:
                 task.future.set_result(result)
             del task
 
-    def _next(self) -> _Task | None:
+    def _next(self) -> _QueuedCall | None:
         with self._changed:
             while True:
                 while self._waiting:
@@ -239,7 +239,7 @@ class OpenObject:
     """
 
     def __init__(
-        self, stored: StoredObject, identity: Identity, access: Access | None, pool: str
+        self, stored: StoredObject, identity: ObjectVersion, access: Access | None, pool: str
     ) -> None:
         self.stored, self.identity, self.access = stored, identity, access
         self.remote = RemoteFile(identity, access)
@@ -283,7 +283,7 @@ class Fetcher:
 
     def open(
         self,
-        identity: Identity,
+        identity: ObjectVersion,
         *,
         domain: str = "",
         access: Access | None = None,
@@ -643,7 +643,7 @@ _lock = threading.Lock()
 _fetchers: dict[str, Fetcher] = {}
 _threads: dict[str, Threads] = {}
 _breakers: dict[str, Breaker] = {}
-_listed: dict[str, tuple[float, Identity]] = {}
+_listed: dict[str, tuple[float, ObjectVersion]] = {}
 
 
 def _breaker(name: str, give_up_s: float | None = None) -> Breaker:
@@ -704,7 +704,7 @@ def call(url: str, attempt: Callable[[], T]) -> T:
 
 def find(
     url: str, suffixes: Sequence[str] = (), *, hidden: str = ".", below: bool = False
-) -> tuple[list[Identity], list[tuple[str, str]]]:
+) -> tuple[list[ObjectVersion], list[tuple[str, str]]]:
     """Return the files that a URL denotes, and what is left out, as `origin.find`.
 
     Raises: FFServeError.
@@ -716,7 +716,7 @@ def find(
     return files, left_out
 
 
-def listing(url: str, suffixes: Sequence[str] = (), *, below: bool = False) -> list[Identity]:
+def listing(url: str, suffixes: Sequence[str] = (), *, below: bool = False) -> list[ObjectVersion]:
     """Return the objects that a URL denotes, sorted by URL; of a directory those that have one of
     `suffixes` and are not hidden.
 
@@ -733,7 +733,7 @@ def listing(url: str, suffixes: Sequence[str] = (), *, below: bool = False) -> l
     return [origin.sized(each) for each in files]
 
 
-def identity_of(url: str) -> Identity:
+def identity_of(url: str) -> ObjectVersion:
     """Return the present version of an object; that of a listing made just before.
 
     Raises: FFServeError.

@@ -37,9 +37,9 @@ from ffserve.store.schemes.base import BROKEN, Meaning, OpenVersion, Scheme
 _ANY = "[!\0]"
 """A question mark of a pattern, for file systems that take it for the beginning of a query."""
 HIDDEN, SPECIAL = "hidden", "not a regular file"
-"""Why a file is left out of a listing."""
+"""Reasons why a file is left out of a listing."""
 ASKED_AT_ONCE = 16
-"""Requests about files of a listing."""
+"""Requests about files of one listing that run at the same time."""
 _URL_INSIDE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 _QUERY_INSIDE = re.compile(r"\?[^\s'\"<>]*=[^\s'\"<>]*")
 _BUSY = {408, 425, 429, 500, 502, 503, 504}
@@ -59,7 +59,7 @@ class OriginError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class ObjectVersion:
     """One version of a remote object.
 
     Args:
@@ -148,7 +148,7 @@ def _code(error: BaseException) -> str:
 
 
 def failure(error: BaseException, url: str) -> OriginError:
-    """Return what an exception of fsspec, or of a package below it, means."""
+    """Return the error for an exception of the packages of a scheme."""
     if isinstance(error, OriginError):
         return error
     chain = list(_chain(error))
@@ -221,7 +221,7 @@ def _later(message: str, where: str, *, answered: bool = True) -> OriginError:
 
 
 def _text(chain: list[BaseException], scheme: Scheme) -> str:
-    """Return the texts of a chain of exceptions, without what a URL must not show."""
+    """Return the text of a chain of exceptions, without the secrets of URLs."""
     root = chain[-1]
     words = " ".join(str(root).split()) or type(root).__name__
     words = _URL_INSIDE.sub(lambda found: urls.shown(found[0]), scheme.shortened(words))
@@ -268,7 +268,7 @@ def _seconds(value: Any) -> int:
     return 0
 
 
-def _identity(url: str, facts: dict[str, Any]) -> Identity:
+def _identity(url: str, facts: dict[str, Any]) -> ObjectVersion:
     """Raises: OriginError for a directory."""
     if facts.get("type") == "directory":
         hint = "give its files, or a pattern"
@@ -280,21 +280,21 @@ def _identity(url: str, facts: dict[str, Any]) -> Identity:
     scheme = scheme_of(url)
     tag = next((str(facts[name]) for name in scheme.tags if facts.get(name)), "").strip('"')
     modified = next((_seconds(facts[name]) for name in scheme.times if facts.get(name)), 0)
-    return Identity(url, size, tag, modified)
+    return ObjectVersion(url, size, tag, modified)
 
 
-def sized(identity: Identity) -> Identity:
+def sized(identity: ObjectVersion) -> ObjectVersion:
     """Return an identity. Raises: ReadError if its size is unknown: no range of it can be read."""
     if identity.size < 0:
         raise ReadError(
-            "the origin does not say how large the file is",
+            "the origin does not tell the size of the file",
             path=urls.shown(identity.url),
-            hint="copy it to a local disk, or to an origin that says so",
+            hint="copy it to a local disk, or to an origin that tells sizes",
         )
     return identity
 
 
-def identify(url: str, access: Access | None = None) -> Identity:
+def identify(url: str, access: Access | None = None) -> ObjectVersion:
     """Return the present version of an object. Raises: UsageError, ReadError, OriginError."""
     system, path = file_system(url, access)
     with failures(url):
@@ -304,7 +304,7 @@ def identify(url: str, access: Access | None = None) -> Identity:
 
 def find(
     url: str, suffixes: Sequence[str] = (), *, hidden: str = ".", below: bool = False
-) -> tuple[list[Identity], list[tuple[str, str]]]:
+) -> tuple[list[ObjectVersion], list[tuple[str, str]]]:
     """Return the files that a URL denotes, and what is left out of them.
 
     Args:
@@ -349,7 +349,7 @@ class _Search:
     """The files of one URL. begin: what stands before paths in URLs; others as of `find`."""
 
     def __init__(self, system: Any, begin: str, hidden: str, below: bool) -> None:
-        self.files: dict[str, Identity] = {}
+        self.files: dict[str, ObjectVersion] = {}
         self.left_out: dict[str, str] = {}
         self._system, self._begin, self._hidden, self._below = system, begin, hidden, below
         self._asked: list[str] = []
@@ -462,7 +462,7 @@ def _prefix(url: str, path: str) -> str:
 class RemoteFile:
     """Reads ranges of one version of a remote object. Threads may call it."""
 
-    def __init__(self, identity: Identity, access: Access | None = None) -> None:
+    def __init__(self, identity: ObjectVersion, access: Access | None = None) -> None:
         self.identity = identity
         self._access = access
         self._free: list[tuple[int, OpenVersion]] = []
@@ -499,7 +499,7 @@ class RemoteFile:
         self._free, self._pid = [], os.getpid()
         self._lock = threading.Lock()
 
-    def _same(self, found: Identity) -> bool:
+    def _same(self, found: ObjectVersion) -> bool:
         mine = self.identity
         if (found.size, found.tag) != (mine.size, mine.tag):
             return False

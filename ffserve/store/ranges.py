@@ -16,7 +16,7 @@ from ffserve.errors import FFServeError
 from ffserve.formats.base import ReadAt
 from ffserve.store import urls
 from ffserve.store.fetching import NOW, Outcome, call, threads_of
-from ffserve.store.origin import Identity, RemoteFile
+from ffserve.store.origin import ObjectVersion, RemoteFile
 
 RANGE_SIZE = 4 << 20
 """Bytes of one request at most: larger ranges come by several, at once."""
@@ -35,7 +35,7 @@ with tables takes fewer."""
 class RangedObject:
     """A version of a remote object that is read by ranges. Threads may call it."""
 
-    def __init__(self, identity: Identity) -> None:
+    def __init__(self, identity: ObjectVersion) -> None:
         self.identity, self.size = identity, identity.size
         self.shown = urls.shown(identity.url)
         self._remote = RemoteFile(identity)

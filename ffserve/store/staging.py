@@ -1,9 +1,9 @@
 """Staging: remote files to a local directory, as files of their own.
 
-Blocks are fetched into a store below the directory (``.ffserve-stage``), so an interrupted run goes
-on where it ended, and concurrent runs fetch each block once. A file gets its name when it is
-complete and synced. Beside it a note of its version is kept: a file that is there already is not
-fetched again, and one whose object has changed is replaced.
+Blocks are fetched into a store below the directory (``.ffserve-stage``), so an interrupted run
+continues where it ended, and concurrent runs fetch each block once. A file gets its name when it is
+complete and synced. Its version is recorded beside it: a file that exists already is not fetched
+again, and one whose object has changed is replaced.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from ffserve.store import urls
 from ffserve.store.blocks import lock
 from ffserve.store.directory import Store
 from ffserve.store.fetching import NOW, Fetcher, OpenObject, Outcome, listing
-from ffserve.store.origin import Identity
+from ffserve.store.origin import ObjectVersion
 
 HIDDEN = ".ffserve-stage"
 FILES_AT_ONCE = 4
 _FINISH = 1 << 42
-"""Lock of an object's state file: who holds it gives the file its name."""
+"""Lock of the state file of an object: its holder gives the file its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
     """A file to stage. name: its path in the directory."""
 
-    identity: Identity
+    identity: ObjectVersion
     name: str
 
 
@@ -242,7 +242,7 @@ class Staging:
         """Raise UsageError if the name is taken by a file that was not staged, or changed since."""
         if os.path.lexists(path) and not self._is_noted(item, self._note(item)):
             raise UsageError(
-                "a file of this name is there, and was not staged or was changed since",
+                "a file of this name exists, and was not staged or was changed since",
                 path=path,
                 hint="remove it, or stage to another directory",
             )

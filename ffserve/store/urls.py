@@ -1,4 +1,4 @@
-"""URLs of remote files: what is one, how it is shown, and what its parts are."""
+"""URLs of remote files: recognition, text for messages, patterns, and names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ffserve.store.schemes import scheme_of
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 NAME_MAX = 255
-"""Bytes of a part of a path."""
+"""The longest part of a path on Linux file systems, in bytes."""
 
 
 def is_url(path: str) -> bool:
@@ -45,7 +45,7 @@ def shown(url: str) -> str:
 
 
 def origin_of(url: str) -> str:
-    """Return what fails together: protocol and host, or protocol and bucket."""
+    """Return the origin of a URL, whose files fail together: protocol and host, or bucket."""
     scheme, _, rest = shown(url).partition("://")
     return f"{scheme}://{rest.partition('/')[0]}"
 

@@ -16,7 +16,7 @@ from ffserve.store.fetching import NOW, Fetcher, OpenObject, identity_of, proces
 
 FILES_AT_ONCE = 4
 FILES_SHARE = 8
-"""Of the files that a process may open, one in so many can be kept; each has three descriptors."""
+"""One file is kept open for so many descriptors that a process may have; each takes three."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Warmed:
 
 
 def warm_up(given: Sequence[str], advance: Callable[[], None]) -> list[Warmed]:
-    """Have files in the store; return what became of each.
+    """Fetch files into the store; return the outcome for each.
 
     Args: given: URLs of files. advance: is called after each file, in any thread.
     Raises: UsageError for a path that is no URL, or a store that cannot be used.

@@ -278,8 +278,8 @@ class MessageWriter:
             yield
 
     def batch_made(self) -> None:
-        """Note that a batch was made. If the caller still holds samples that its tensors share memory
-        with, these tensors become copies."""
+        """Note that a batch was made. Tensors become copies if the caller still holds samples
+        over the same memory."""
         for table, alive in self._tables:
             if alive() is not None:
                 copy = table.clone()

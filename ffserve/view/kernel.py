@@ -58,7 +58,7 @@ _BACKING = struct.Struct("<iIQ")
 
 
 class Operation(enum.IntEnum):
-    """The operations that a read-only file system answers, beside those of `engine/fuse.c`."""
+    """The operations that a read-only file system answers, beside those of engine/memory/fuse.c."""
 
     LOOKUP = 1
     GETATTR = 3

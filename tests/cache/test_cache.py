@@ -40,12 +40,12 @@ from ffserve.errors import (
     UsageError,
 )
 from ffserve.formats.base import UNKNOWN_LENGTH
+from ffserve.limits import MOST_UNACKNOWLEDGED
 from ffserve.reads.opening import bound_lengths
 from ffserve.server.reading.pins import PIN_GRACE_S
-from ffserve.server.reading.requests import Owner, SampleRequest
+from ffserve.server.reading.requests import Requester, SampleRequest
 from ffserve.server.reading.scheduler import (
     GIVE_UP_S,
-    MOST_UNACKNOWLEDGED,
     QUANTUM,
     QUANTUM_SIZE,
     RETRY_S,
@@ -771,11 +771,11 @@ def into(finished: list[SampleRequest]) -> Callable[[SampleRequest, float], None
     return lambda request, _now: finished.append(request)
 
 
-def scheduled(node: Node) -> tuple[Scheduler, list[Load], list[SampleRequest], Owner]:
+def scheduled(node: Node) -> tuple[Scheduler, list[Load], list[SampleRequest], Requester]:
     loads: list[Load] = []
     finished: list[SampleRequest] = []
     scheduler = Scheduler(node.cache, lambda load, _: loads.append(load), most_reads=64)
-    return scheduler, loads, finished, Owner(into(finished))
+    return scheduler, loads, finished, Requester(into(finished))
 
 
 def ended(scheduler: Scheduler, load: Load, now: float) -> None:
@@ -783,7 +783,7 @@ def ended(scheduler: Scheduler, load: Load, now: float) -> None:
     scheduler.go_on(now)
 
 
-def asked(owner: Owner, tag: int, numbers: list[int], *, lease: bool = False) -> SampleRequest:
+def asked(owner: Requester, tag: int, numbers: list[int], *, lease: bool = False) -> SampleRequest:
     return SampleRequest(owner, tag, np.array(numbers, np.int64), lease=lease)
 
 
@@ -823,7 +823,7 @@ def test_the_only_load_ended_before_its_reply_was_armed(count: int, calls: list[
     node = Node([[100] * 600])
     reply = ArmedReply()
     scheduler = Scheduler(node.cache, lambda *_: reply.calls.append("load"), most_reads=64)
-    request = SampleRequest(Owner(lambda *_: None), 1, np.arange(count), reply=reply)
+    request = SampleRequest(Requester(lambda *_: None), 1, np.arange(count), reply=reply)
     scheduler.add(request, 0.0)
     assert reply.calls == calls
     node.directory.close()
@@ -834,7 +834,7 @@ def test_a_user_who_asked_for_little_waited_for_the_next_turn_of_the_loop() -> N
     scheduler, loads, finished, honest = scheduled(node)
     scheduler.wake = lambda: None
     scheduler._most_reads = scheduler._order._most_reads = 4096
-    hostile = Owner(into(finished), user=User(1, trusted=False))
+    hostile = Requester(into(finished), user=User(1, trusted=False))
     scheduler.add(asked(honest, 1, [0]), 0.0)
     ended(scheduler, loads[0], 0.0)
     for tag in range(20):
@@ -855,7 +855,7 @@ def test_a_request_gave_up_without_a_look_at_the_room_just_taken_back() -> None:
     scheduler, loads, finished, owner = scheduled(node)
     scheduler.add(asked(owner, 1, [0]), 0.0)
     ended(scheduler, loads[0], 0.0)
-    other = Owner(into(finished), user=owner.user)
+    other = Requester(into(finished), user=owner.user)
     late = asked(other, 1, [1])
     scheduler.add(late, 0.0)
     assert scheduler.blocked_count == 1
@@ -873,7 +873,7 @@ def test_a_daemon_that_ends_wrote_over_what_clients_still_leased(stopped: bool) 
     scheduler, loads, finished, owner = scheduled(node)
     scheduler.add(asked(owner, 1, [0]), 0.0)
     ended(scheduler, loads[0], 0.0)
-    scheduler.add(asked(Owner(into(finished), user=owner.user), 1, [1]), 0.0)
+    scheduler.add(asked(Requester(into(finished), user=owner.user), 1, [1]), 0.0)
     assert scheduler.blocked_count == 1 and len(loads) == 1
     if stopped:
         scheduler.stop()
@@ -888,7 +888,7 @@ def test_only_a_lease_makes_a_request_give_up() -> None:
     scheduler.add(asked(owner, 1, [0], lease=True), 0.0)
     ended(scheduler, loads[0], 0.0)
     assert owner.leases
-    late = asked(Owner(into(finished), user=owner.user), 2, [1, 2])
+    late = asked(Requester(into(finished), user=owner.user), 2, [1, 2])
     scheduler.add(late, 1.0)
     for load in loads[1:]:
         ended(scheduler, load, 1.0)
@@ -922,7 +922,7 @@ def test_users_that_came_and_went_were_kept_with_their_last_answer() -> None:
     node = Node([[1000] * 10])
     scheduler, loads, _finished, _owner = scheduled(node)
     for k in range(20):
-        owner = Owner(lambda *_: None, user=User(k))
+        owner = Requester(lambda *_: None, user=User(k))
         scheduler.add(asked(owner, 1, [k % 10]), 0.0)
         while loads:
             ended(scheduler, loads.pop(), 0.0)
@@ -936,7 +936,7 @@ def test_a_deadline_that_passed_unseen_was_forgotten() -> None:
     node = Node([[900_000] * 3])
     scheduler, _loads, finished, owner = scheduled(node)
     scheduler.add(asked(owner, 1, [0]), 0.0)
-    scheduler.add(asked(Owner(into(finished), user=owner.user), 1, [1]), 0.0)
+    scheduler.add(asked(Requester(into(finished), user=owner.user), 1, [1]), 0.0)
     assert scheduler.blocked_count == 1
     # Time goes on between the last look at the requests and the question.
     for expected in (0.1, 1.0, GIVE_UP_S):
@@ -945,13 +945,13 @@ def test_a_deadline_that_passed_unseen_was_forgotten() -> None:
     node.directory.close()
 
 
-def crowding(lease: bool) -> tuple[Node, Scheduler, Owner]:
+def crowding(lease: bool) -> tuple[Node, Scheduler, Requester]:
     """Two users of an arena of 2048 slots: one holds three or four parts of 256 slots that were
     answered, and waits for as many as it may; the other has read one sample, and waits for none."""
     node = Node([[4000] * 8192], arena_size=8 * MIB)
     loads: list[Load] = []
     scheduler = Scheduler(node.cache, lambda load, _: loads.append(load), most_reads=1 << 20)
-    owners = [Owner(lambda *_: None, user=User(uid, trusted=False)) for uid in (1, 2)]
+    owners = [Requester(lambda *_: None, user=User(uid, trusted=False)) for uid in (1, 2)]
     hostile, honest = owners
     scheduler.add(asked(honest, 1, [8000]), 0.0)
     answered = 3 if lease else 4
@@ -986,7 +986,7 @@ def test_an_answer_waited_until_others_had_their_turn() -> None:
     node = Node([[4000] * 600])
     scheduler, loads, finished, owner = scheduled(node)
     scheduler.add(asked(owner, 1, list(range(64))), 0.0)
-    other = Owner(into(finished), user=User(2))
+    other = Requester(into(finished), user=User(2))
     scheduler.add(asked(other, 1, list(range(64, 164))), 0.0)
     assert len(loads) == 2
     for load in tuple(loads):
@@ -1003,7 +1003,7 @@ def test_a_user_that_only_waited_held_up_the_requests_of_another() -> None:
     node = Node([[700_000] * 3, [1000] * 10], arena_size=2 * MIB)
     loads: list[Load] = []
     scheduler = Scheduler(node.cache, lambda load, _: loads.append(load), most_reads=2)
-    hostile, honest = (Owner(lambda *_: None, user=User(uid)) for uid in (1, 2))
+    hostile, honest = (Requester(lambda *_: None, user=User(uid)) for uid in (1, 2))
     scheduler.add(asked(hostile, 1, [0], lease=True), 0.0)
     scheduler.add(asked(hostile, 2, [1]), 0.0)
     scheduler.add(asked(hostile, 3, [2]), 0.0)
@@ -1022,7 +1022,7 @@ def test_a_user_without_memory_searched_for_it_with_each_of_its_requests(
     node = Node([[400_000] + [300_000] * 60], arena_size=MIB)
     loads: list[Load] = []
     scheduler = Scheduler(node.cache, lambda load, _: loads.append(load), most_reads=64)
-    hostile, honest = (Owner(lambda *_: None, user=User(uid)) for uid in (1, 2))
+    hostile, honest = (Requester(lambda *_: None, user=User(uid)) for uid in (1, 2))
     for owner, number in ((hostile, 0), (honest, 1)):
         scheduler.add(asked(owner, 1, [number], lease=owner is hostile), 0.0)
         ended(scheduler, loads[-1], 0.0)
@@ -1079,7 +1079,7 @@ def test_a_client_that_never_acknowledged_made_the_list_of_pins_grow_for_ever() 
     scheduler, loads, finished, silent = scheduled(node)
     scheduler.add(asked(silent, 1, [0]), 0.0)
     ended(scheduler, loads[0], 0.0)
-    owner = Owner(into(finished), user=silent.user)
+    owner = Requester(into(finished), user=silent.user)
     for tag in range(1, 10_000):
         scheduler.add(asked(owner, tag, [0]), 0.0)
         scheduler.pins.acknowledge(owner, [tag])

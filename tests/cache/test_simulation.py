@@ -37,7 +37,7 @@ from ffserve.protocol import Message
 from ffserve.server.files.preparations import Preparations
 from ffserve.server.life.resize import Resizing
 from ffserve.server.prepared.claims import Claims
-from ffserve.server.reading.requests import GrantedLease, Owner
+from ffserve.server.reading.requests import GrantedLease, Requester
 from ffserve.server.reading.scheduler import GIVE_UP_S, Scheduler
 from ffserve.server.reading.statistics import Statistics
 from ffserve.server.sessions.datasets import Steps
@@ -46,8 +46,8 @@ from ffserve.server.sessions.outbox import MemoryMessage
 from ffserve.server.sessions.session import Session
 from ffserve.server.sessions.state import Clients
 from ffserve.server.status.faults import Faults
-from ffserve.server.users.access import Peer
 from ffserve.server.users.domains import Domain, Domains
+from ffserve.server.users.peers import Peer
 from ffserve.server.users.shares import User, Users
 from ffserve.system.memfd import MemoryFile, SharedMemory
 
@@ -538,7 +538,7 @@ class Client:
             direct_reply=partial(DirectReply, self),
             later=lambda steps: take_all(steps, self.world.now),
         )
-        self.owner: Owner = self.session.owner
+        self.owner: Requester = self.session.owner
         self._tell(protocol.Hello({**HELLO, "job": self.job}))
         self._tell(protocol.Open(self._next_tag(), WHAT, bytes(40)))
         if self.lifetime_s is not None:

@@ -212,7 +212,10 @@ def test_what_is_wrong_is_said_before_anything_starts(data: Path, place: Path) -
         ([*good, "--", "./plain"], "chmod"),
         ([*good, "--", "./script"], "first line must be #!"),
         ([*good, "--framing", "lines", *shell("touch started")], "strategy stream"),
-        (["--input-strategy", "stream", *shell("touch started")], "nothing to stream"),
+        (
+            ["--input-strategy", "stream", *shell("touch started")],
+            "the strategy stream needs an input",
+        ),
         (["--input", f"{data}/part-0.txt#other", *shell("touch started")], "other/mine"),
         ([*good, "--output", "input=/x", *shell("touch started")], "of an output"),
         ([*good, "--output", f"out={data}", *shell("touch started")], "is not empty"),

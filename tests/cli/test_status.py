@@ -106,7 +106,7 @@ def test_a_title_that_is_no_short_text_is_refused(daemon: Daemon, about: dict[st
         answer = raw.hello(**about)
     assert isinstance(answer, protocol.Fail)
     error = protocol.error_from_wire(answer.error)
-    assert isinstance(error, ProtocolError) and f"{next(iter(about))} is no text" in str(error)
+    assert isinstance(error, ProtocolError) and f"{next(iter(about))} is not a text" in str(error)
 
 
 def test_errors_are_red_and_slow_files_and_the_log_are_shown(tmp_path: Path) -> None:

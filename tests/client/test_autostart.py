@@ -155,7 +155,9 @@ def test_a_lost_daemon_is_not_started_again_by_a_reader(path: str, socket: str) 
 
 
 def test_a_daemon_ends_after_its_last_client(path: str) -> None:
-    with serving(options=["--idle-timeout", "2"], expect=["no client for 2 s"]) as daemon:
+    with serving(
+        options=["--idle-timeout", "2"], expect=["no client has been connected for 2 s"]
+    ) as daemon:
         assert daemon.process is not None
         with daemon.open(path) as reader:
             began = time.monotonic()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ffserve import protocol
 from ffserve.client.channel import ORDER_PIECE, Channel
-from ffserve.client.descriptors import Files
+from ffserve.client.descriptors import DescribedFiles
 from ffserve.client.failover import OpenRequest
 from ffserve.client.memory import Memories
 from ffserve.errors import AccessDenied, ProtocolError, ServerUnavailable
@@ -27,7 +27,7 @@ def channel(*, takes_orders: bool = True) -> Channel:
     memories = Memories("socket", 1 << 20, 1 << 12)
     client = Channel("socket", decoder, takes_orders=takes_orders, memories=memories)
     for dataset in (1, 2, 3):
-        tag = client.open(OPEN, Files(b""))
+        tag = client.open(OPEN, DescribedFiles(b""))
         sent(client)
         answer(client, protocol.Opened(tag, dataset, b"", []))
         client.collect(tag)
@@ -52,7 +52,7 @@ def answer(client: Channel, *messages: Message) -> list[int]:
 @given(st.integers(1, 100))
 def test_what_a_socket_takes_in_pieces_arrives_whole(most: int) -> None:
     client = channel()
-    opened = client.open(OPEN, Files(b""))
+    opened = client.open(OPEN, DescribedFiles(b""))
     tag = client.get(3, np.arange(20))
     first, second = sent(client, most)
     assert isinstance(first, protocol.Open) and first.tag == opened
@@ -87,7 +87,7 @@ def test_a_closed_data_set_fails_its_requests_that_were_kept_back() -> None:
 
 def test_what_nobody_waits_for_is_given_back() -> None:
     client = channel()
-    opening, reading = client.open(OPEN, Files(b"")), client.get(1, ONE)
+    opening, reading = client.open(OPEN, DescribedFiles(b"")), client.get(1, ONE)
     sent(client)
     client.give_up(opening)
     client.give_up(reading)

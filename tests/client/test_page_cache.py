@@ -24,11 +24,12 @@ from benchmarks.harness.measuring import held_in_memory
 from ffserve import aio
 from ffserve.client import local_files
 from ffserve.client.local import LocalSource, process_engine
-from ffserve.client.local_files import ShardFiles, fitting_share
+from ffserve.client.local_files import SampleTables, ShardFiles, fitting_share
 from ffserve.client.loop import loop_state
 from ffserve.engine import arrays, io
-from ffserve.engine.cached import REGION_BITS, LocalTables, cached_pages
+from ffserve.engine.cached import REGION_BITS, cached_pages
 from ffserve.errors import ChecksumError, ReadError, SampleIndexError, UsageError
+from ffserve.reads.opening import How, read_all
 
 COUNT = 700
 TRUTH = [sample(i) for i in range(COUNT)]
@@ -203,22 +204,19 @@ def resident(path: str) -> list[float]:
         os.close(fd)
 
 
-def tables_of(files: ShardFiles) -> LocalTables:
-    """Return the tables of one shard with one sample."""
-    numbers, shard = np.zeros(1, np.uint32), np.zeros(1, np.int64)
-    return files.tables(shard.view(np.uint64), numbers, numbers, shard, numbers.view(np.int32))
-
-
-def test_smaller_share_lies_in_a_larger_one() -> None:
+def test_smaller_share_lies_in_a_larger_one(path: str) -> None:
     shards = np.zeros(20_000, np.int64)
     offsets = np.arange(20_000, dtype=np.int64) << REGION_BITS
     before = np.zeros(20_000, np.bool_)
     for step in range(local_files.SHARE_STEPS + 1):
         files = ShardFiles()
-        fd = os.open(__file__, os.O_RDONLY)
-        files.add(__file__, fd, 12345)
+        fd = os.open(path, os.O_RDONLY)
+        files.add(path, fd, 12345)
         files.choose_share(step / local_files.SHARE_STEPS)
-        now = tables_of(files).through_cache(shards, offsets)
+        size = np.array([os.fstat(fd).st_size])
+        parsed = read_all([fd], [path], size, How(None, True, False, 1 << 30))
+        samples = SampleTables(parsed, [path], verify=True)
+        now = files.tables(samples).through_cache(shards, offsets)
         files.close()
         assert (now | ~before).all()
         assert abs(now.mean() - step / local_files.SHARE_STEPS) < 0.02

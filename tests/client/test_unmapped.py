@@ -180,5 +180,5 @@ def test_clients_that_take_samples_only_through_the_socket_are_told_what_to_do(
     with serving(expect=expect) as daemon, Raw(daemon.socket, hello=False) as raw:
         answer = raw.hello(payload=payload)
         assert isinstance(answer, protocol.Fail)
-        with pytest.raises(ProtocolError, match=r"shared memory only.*reads the files.*upgrade"):
+        with pytest.raises(ProtocolError, match=r"in shared memory.*upgrade.*reads the files"):
             raise protocol.error_from_wire(answer.error)

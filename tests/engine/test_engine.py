@@ -37,8 +37,8 @@ from ffserve.errors import UsageError
 from ffserve.system.memfd import SharedMemory
 
 CONTENT = np.random.default_rng(7).integers(0, 256, 8 * MIB + 777, np.uint8).tobytes()
-PIECE, BOUNCE = 128 * MIB, MIB // 4  # engine/backend.h
-LEAST_BOUND = 8192  # engine/uring.c
+PIECE, BOUNCE = 128 * MIB, MIB // 4  # engine/reading/backend.h
+LEAST_BOUND = 8192  # engine/reading/uring.c
 SIZES = [0, 1, 511, 512, 4095, 4096, 4097, 100 << 10, 3 * MIB]
 
 

@@ -22,9 +22,11 @@ command -v clang >/dev/null || {
     $sudo env DEBIAN_FRONTEND=noninteractive apt-get -qq -y install clang >/dev/null
 }
 .venv/bin/python -c 'import atheris' 2>/dev/null || .venv/bin/pip -q install 'atheris>=3'
-clang -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -Iffserve/engine \
+clang -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
+    -Iffserve/engine/{records,memory,reading} \
     -DFFS_HAVE_ZLIB -DFFS_HAVE_ISAL tests/fuzzing/core.c \
-    ffserve/engine/{codec,example,shm,checksum,inflate}.c -lz -lisal -o "$folder/core"
+    ffserve/engine/records/{codec,example,checksum,inflate}.c ffserve/engine/memory/shm.c \
+    -lz -lisal -o "$folder/core"
 
 run() { # run TARGET FOLDER FLAGS...
     if [ "$1" = core ]; then

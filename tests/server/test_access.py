@@ -384,7 +384,7 @@ def test_another_number_of_descriptors_than_announced(
         with opened(path, os.O_RDONLY) as fd:
             raw.pass_files(1, [fd] * sent, kinds=bytes(announced))
         error = raw.refused()
-        assert isinstance(error, ProtocolError) and f"{sent} descriptors" in str(error)
+        assert isinstance(error, ProtocolError) and f"but {sent} came with it" in str(error)
     until(lambda: daemon.fd_count() <= before, "nothing is held")
     assert reads(path, daemon) == text()
 
@@ -396,7 +396,7 @@ def test_more_descriptors_than_the_daemon_asked_for(daemon: Daemon, folder: Path
         assert isinstance(raw.receive(), protocol.Need)
         with opened(path, os.O_RDONLY) as fd:
             raw.pass_files(1, [fd, fd])
-        assert "not due" in str(raw.refused())
+        assert "is not expected" in str(raw.refused())
 
 
 def test_descriptors_in_many_messages_are_not_collected(daemon: Daemon, folder: Path) -> None:
@@ -493,7 +493,7 @@ def test_a_client_that_ends_between_need_and_files(daemon: Daemon, folder: Path)
         assert isinstance(raw.receive(), protocol.Need)
         raw.send(protocol.Files(1, b""))
         failed = raw.receive()
-        assert isinstance(failed, protocol.Fail) and "gave up" in failed.error[1]
+        assert isinstance(failed, protocol.Fail) and "stopped opening" in failed.error[1]
         raw.open(path)
     until(lambda: daemon.fd_count() <= before + 2, "nothing is held but the shard")
 
@@ -509,12 +509,12 @@ from ffserve.client.failover import OpenRequest
 from ffserve.errors import MissingFile
 import ffserve
 held = connection.Connection(sys.argv[2], "job")
-real = descriptors.OpenFiles.of.__func__
+real = descriptors.PassedFiles.of.__func__
 os.stat(sys.argv[1])
 def gone(cls, paths, positions):
     os.path.exists({gone!r}) and os.unlink({gone!r})
     return real(cls, paths, positions)
-descriptors.OpenFiles.of = classmethod(gone)
+descriptors.PassedFiles.of = classmethod(gone)
 try: held.open(OpenRequest(({good!r}, {gone!r}), None, "require", True, False))
 except MissingFile as error: print("missing", error.path)
 print(held.open(OpenRequest(({good!r},), None, "require", True, False)).formats)

@@ -28,7 +28,7 @@ from attack_field import COUNTS, Field, field
 from daemon import Daemon, Raw, asking, get, serving, until, write
 
 import ffserve
-from ffserve import protocol
+from ffserve import limits, protocol
 from ffserve.client.connection import status
 from ffserve.server.sessions.server import Server
 
@@ -44,8 +44,9 @@ BUSY_S = 0.5
 """So long it may be in any case: other programs may have begun since the quiet median was taken."""
 Measured: TypeAlias = tuple[np.ndarray, np.ndarray]
 """Seconds of each batch, and of each greeting."""
-MOST_KEPT = 96 << 20
-"""Bytes that the daemon may keep after an attack: of free lists, and of what users may hold."""
+MOST_KEPT = limits.USER_MESSAGES_SIZE
+"""Bytes that the daemon may keep after an attack, of free lists: no more than a user could hold in
+messages and replies."""
 
 
 @pytest.fixture(scope="module")

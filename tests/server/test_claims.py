@@ -11,7 +11,7 @@ import ffserve.server.prepared.claims
 from ffserve.cache.tables import Directory
 from ffserve.protocol import ELSEWHERE, READABLE, UNSHARED, YOURS
 from ffserve.server.files.preparations import Preparation, Preparations
-from ffserve.server.prepared.claims import CLAIM_S, Claims, Waiting
+from ffserve.server.prepared.claims import CLAIM_S, Claims, WaitingClaim
 
 COUNT = 12
 TABLES = ["_claims", "_awaited", "_held", "_waiting", "_amounts"]
@@ -34,10 +34,10 @@ class World:
             self.answers.append((holder, numbers, states.tolist()))
 
         self.claims.wait(
-            Waiting(holder, packed, lambda: self.shared, answer, self.settle), self.now
+            WaitingClaim(holder, packed, lambda: self.shared, answer, self.settle), self.now
         )
 
-    def settle(self, waiting: Waiting) -> None:
+    def settle(self, waiting: WaitingClaim) -> None:
         self.claims.settle(waiting, self.now)
 
     def leave(self, holder: object) -> None:
@@ -211,7 +211,7 @@ def test_samples_that_cost_nothing_ended_the_daemon() -> None:
 
 
 def test_a_user_has_claimed_as_much_as_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ffserve.server.prepared.claims, "MOST_OF_USER", 100)
+    monkeypatch.setattr(ffserve.server.prepared.claims, "MOST_USER_CLAIMED", 100)
     world = World()
     assert world.claim("a", *range(200)) == [YOURS] * 100 + [UNSHARED] * 100
     assert world.claim("b", 0, 150) == [ELSEWHERE, YOURS], "another user"
@@ -223,7 +223,7 @@ def test_a_user_has_claimed_as_much_as_there_is_memory(monkeypatch: pytest.Monke
 def test_a_user_who_waits_for_too_much_prepares_for_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ffserve.server.prepared.claims, "MOST_OF_USER", 2 * 64 + 3)
+    monkeypatch.setattr(ffserve.server.prepared.claims, "MOST_USER_CLAIMED", 2 * 64 + 3)
     world = World()
     world.claim("a", 1, 2)
     for _ in range(3):
@@ -237,11 +237,11 @@ def test_a_user_who_waits_for_too_much_prepares_for_itself(
 
 def test_the_end_of_a_claim_settled_everything_that_waited_at_once() -> None:
     """A message that ended a thousand claims, for which hundreds waited, took a second."""
-    world, woken, answers = World(), list[Waiting](), list[np.ndarray]()
+    world, woken, answers = World(), list[WaitingClaim](), list[np.ndarray]()
     numbers = np.arange(COUNT, dtype=np.int64)
     world.claim("a", *range(COUNT))
     for _ in range(50):
-        one = Waiting("b", numbers, lambda: True, answers.append, woken.append)
+        one = WaitingClaim("b", numbers, lambda: True, answers.append, woken.append)
         world.claims.wait(one, 0.0)
     world.claims.end("a", list(range(COUNT)))
     assert len(woken) == len(set(woken)) == 50 and not answers

@@ -288,7 +288,7 @@ def test_a_daemon_with_the_machines_pids_sees_containers() -> None:
 def test_numbers_in_proc_of_another_pid_namespace_name_other_processes() -> None:
     program = """
 import os, socket
-from ffserve.server.users.access import Namespaces
+from ffserve.server.users.peers import Namespaces
 a, b = socket.socketpair()
 print(Namespaces().peer(a).namespace >= 0)
 a.close(), b.close()

@@ -361,7 +361,7 @@ import numpy as np
 from ffserve import protocol
 from ffserve.cache.orders import done
 from ffserve.config import ServerConfig
-from ffserve.server.users.access import Peer
+from ffserve.server.users.peers import Peer
 from ffserve.server.status.report import status
 from ffserve.server.sessions.state import ServerState
 state = ServerState(ServerConfig(arena_size_bytes=16 << 20))
@@ -383,7 +383,7 @@ import asyncio
 import numpy as np
 from ffserve.cache.orders import done
 from ffserve.config import ServerConfig
-from ffserve.server.users.access import Peer
+from ffserve.server.users.peers import Peer
 from ffserve.server.status.report import status
 from ffserve.server.files.shards import FileIdentity, OpenShard, ShardKey
 from ffserve.server.sessions.state import ServerState
@@ -426,7 +426,7 @@ state.close()
 
 def test_too_many_requests_at_once(tmp_path: Path) -> None:
     path = write(tmp_path / "a.ffr", [bytes(900_000), bytes(1_300_000)])
-    refusal = r"closed a session \(pid \d+\): more than .*"
+    refusal = r"closed a session \(pid \d+\): the session has more than .*"
     with serving(arena="2MiB", expect=[refusal]) as daemon, Raw(daemon.socket) as raw:
         dataset = raw.open(path).dataset
         raw.send(protocol.Lease(1, dataset, protocol.pack_indices(np.array([0]))))
@@ -458,7 +458,7 @@ def test_a_client_that_reads_no_replies_waits_for_itself_only(path: str) -> None
 
 def test_hello_has_a_time_limit() -> None:
     patch = "import ffserve.server.sessions.server as s; s.HELLO_TIMEOUT_S = 1.0"
-    refusal = r"closed a session \(pid \d+\): no HELLO message within .* s"
+    refusal = r"closed a session \(pid \d+\): the client sent no HELLO message within .* s"
     hello = protocol.encode(
         protocol.Hello({"versions": [protocol.VERSION], "job": "j", "client": "x" * 1000})
     )

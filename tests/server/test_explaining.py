@@ -34,7 +34,7 @@ import ffserve
 from ffserve import protocol
 from ffserve.disk import shardfile
 from ffserve.errors import ChecksumError
-from ffserve.server.files.explaining import MOST_CALLS
+from ffserve.limits import MOST_EXPLANATIONS
 from ffserve.server.users.threads import UserThreads
 
 COUNT = 40
@@ -91,7 +91,7 @@ def test_one_damaged_sample_on_storage_that_hangs_held_up_everybody(tmp_path: Pa
         raw.send(get(2, dataset, [0]))
         assert isinstance(raw.receive(), protocol.Ready)
         begin.touch()
-        tags = range(3, 3 + 2 * MOST_CALLS)
+        tags = range(3, 3 + 2 * MOST_EXPLANATIONS)
         for tag in tags:
             raw.send(get(tag, dataset, [DAMAGED]))
         others_are_served(daemon, other)

@@ -19,7 +19,11 @@ from daemon import Daemon, Raw, asking, damage, sample, serving, write
 
 import ffserve
 from ffserve.errors import ChecksumError
-from ffserve.server.life.log import LONGEST_INTERVAL_S, MOST_KEYS, MOST_OF_USER, RepeatedLines
+from ffserve.limits import MOST_LOG_KEYS, MOST_USER_LOG_KEYS
+from ffserve.server.life.log import (
+    LONGEST_INTERVAL_S,
+    RepeatedLines,
+)
 
 COUNT = 20
 TRUTH = [sample(index, [5000]) for index in range(COUNT)]
@@ -231,18 +235,18 @@ def test_something_that_goes_on_for_days_is_written_once_an_hour(
 
 def test_many_keys_take_bounded_memory(logged: Callable[[], list[str]]) -> None:
     repeated = RepeatedLines()
-    for key in range(10 * MOST_OF_USER):
+    for key in range(10 * MOST_USER_LOG_KEYS):
         repeated.warning("file %d", key, user=7, key=key, now=1.0)
-    assert len(logged()) == MOST_OF_USER + 1
+    assert len(logged()) == MOST_USER_LOG_KEYS + 1
     repeated.warning("file %d", 5, user=8, key=5, now=1.0)
     assert logged() == ["file 5"], "another user is not affected"
-    last, more = 10 * MOST_OF_USER - 1, 9 * MOST_OF_USER - 1
+    last, more = 10 * MOST_USER_LOG_KEYS - 1, 9 * MOST_USER_LOG_KEYS - 1
     repeated.flush(61.0)
     assert logged() == [f"file {last} ({more} more in 60 s)"]
     assert len(repeated._lines) == 1
-    for user in range(2 * MOST_KEYS):
+    for user in range(2 * MOST_LOG_KEYS):
         repeated.warning("user %d", user, user=user, now=61.0)
-    assert len(repeated._lines) <= MOST_KEYS + 1
+    assert len(repeated._lines) <= MOST_LOG_KEYS + 1
     repeated.flush(1000.0)
     repeated.flush(2000.0)
     assert not repeated._lines and not repeated._of_user

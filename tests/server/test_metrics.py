@@ -23,14 +23,13 @@ from daemon import DEADLINE_S, Raw, damage, get, run_python, sample, until, writ
 from http_daemon import answers, ask, free_port, measured, measured_unix
 
 import ffserve
-from ffserve import protocol
+from ffserve import limits, protocol
 from ffserve.engine.shm import DURATIONS
 from ffserve.errors import BY_CODE, ChecksumError, UsageError
 from ffserve.server.reading.statistics import BOUNDS_S, Histogram
 
 parser = pytest.importorskip("prometheus_client.openmetrics.parser")
 
-from ffserve.server.status import metrics  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 COUNT = 60
@@ -219,7 +218,7 @@ def test_a_port_shows_names_only_if_the_administrator_says_so(path: str, shown: 
 
 
 def test_clients_cannot_make_more_series_than_are_bounded(path: str) -> None:
-    names = [f'a"b\\c\n{index}\u202e' for index in range(2 * metrics.MOST_JOBS)]
+    names = [f'a"b\\c\n{index}\u202e' for index in range(2 * limits.MOST_SERIES_JOBS)]
     names += ["x" * 200, "x" * 199 + "y"]
     with measured("--http-jobs", "all") as (daemon, address), contextlib.ExitStack() as stack:
         for name in names:
@@ -228,9 +227,9 @@ def test_clients_cannot_make_more_series_than_are_bounded(path: str) -> None:
         found = scrape(address)
         assert found["ffserve_jobs"][()] == len(names)
         series = found["ffserve_job_sessions"]
-        assert len(series) in (metrics.MOST_JOBS, metrics.MOST_JOBS - 1)
+        assert len(series) in (limits.MOST_SERIES_JOBS, limits.MOST_SERIES_JOBS - 1)
         for labels in series:
-            assert len(dict(labels)["job"]) <= metrics.MOST_LABEL
+            assert len(dict(labels)["job"]) <= limits.MOST_LABEL
             assert "\n" not in dict(labels)["job"]
 
 

@@ -31,8 +31,8 @@ from daemon import (
 import ffserve
 from ffserve import formats, protocol
 from ffserve.errors import ChecksumError, FFServeError, FormatError, MissingFile, ReadError
+from ffserve.limits import USER_OPENINGS
 from ffserve.reads.opening import SMALL_SIZE
-from ffserve.server.sessions.server import USER_OPENINGS
 from ffserve.testing import written
 
 ALICE = 61_001

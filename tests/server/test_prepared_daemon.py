@@ -343,7 +343,9 @@ def test_only_memory_files_are_read(daemon: Daemon, path: str, tmp_path: Path) -
 
 def test_keys_without_end_took_all_memory_for_tables(path: str) -> None:
     patch = "import ffserve.server.users.domains as domains\ndomains.PREPARED_SHARE = 1 << 40\n"
-    patch += f"domains.LEAST_TABLES = {2 * COUNT + COUNT // 2} * domains.TABLES_SIZE"
+    patch += (
+        f"domains.LEAST_PREPARED_SIZE = {2 * COUNT + COUNT // 2} * domains.PREPARED_SAMPLE_SIZE"
+    )
     with serving(patch=patch) as daemon, Raw(daemon.socket) as raw:
         dataset = raw.open(path).dataset
 

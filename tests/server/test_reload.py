@@ -181,7 +181,7 @@ def test_a_size_that_a_command_chose_stays_when_the_file_does(tmp_path: Path) ->
 
 def test_fewer_sessions_and_an_idle_timeout_count_from_now_on(tmp_path: Path) -> None:
     file = write(tmp_path / "a.ffr", [b"a"])
-    expect = r"no client for 0.1 s"
+    expect = r"no client has been connected for 0.1 s"
     with configured(tmp_path, 'arena = "32M"\n', expect) as (daemon, settings, manager):
         reader = daemon.open(file)
         settings.write_text('arena = "32M"\nmax_sessions = 1\n')

@@ -269,7 +269,7 @@ def test_another_user_may_not_resize() -> None:
 import os
 from ffserve.config import ServerConfig
 from ffserve.errors import AccessDenied
-from ffserve.server.users.access import Peer
+from ffserve.server.users.peers import Peer
 from ffserve.server.sessions.state import ServerState
 small, large = 16 << 20, 32 << 20
 state = ServerState(ServerConfig(arena_size_bytes=small, max_arena_size_bytes=large))

@@ -456,7 +456,7 @@ def test_a_domain_without_shards_is_dissolved_and_its_number_used_again() -> Non
 
 
 def test_one_user_cannot_take_all_domains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(domains, "MOST_OF_ONE_USER", 3)
+    monkeypatch.setattr(domains, "MOST_USER_DOMAINS", 3)
     state = ServerState(ServerConfig(arena_size_bytes=16 * MIB))
     for namespace in range(3):
         state.domains.obtain((1000, namespace))

@@ -176,7 +176,7 @@ def test_memory_of_a_user_that_is_lost_is_given_to_the_next_user() -> None:
 
 
 def test_shards_beyond_the_limit_wait_for_their_jobs(tmp_path: Path) -> None:
-    patch = "import ffserve.server.files.holding as c; c.MOST_CLOSED = 2\n"
+    patch = "import ffserve.limits as c; c.MOST_CLOSED = 2\n"
     patch += "import ffserve.server.sessions.server as s; s.TEND_INTERVAL_S = 0.05"
     with managed(patch=patch) as daemon:
         files = [write(tmp_path / f"{k}.ffr", SAMPLES[k : k + 20]) for k in range(5)]
@@ -464,7 +464,7 @@ def test_files_that_are_not_what_they_should_be(
             if name in (PAGE_NAME, NAME):
                 not_taken(fds, reason)
             else:
-                not_taken(fds, "the first domain is lost")
+                not_taken(fds, "the memory of the first domain is missing")
                 assert re.search(f"dropped the samples of .*{reason}", caplog.text)
                 caplog.clear()
 
@@ -480,7 +480,7 @@ def test_files_that_are_not_what_they_should_be(
         ("generation", 0, "invalid generation"),
         ("terms", b"\0" * 32, "another value of 'common'"),
         ("state", 2, "internal error"),
-        ("attempts", MOST_ATTEMPTS, "ended while they took it over"),
+        ("attempts", MOST_ATTEMPTS, "ended while they were taking over this memory"),
     ],
 )
 def test_headers_that_are_not_believed(
@@ -588,7 +588,7 @@ Server._show_life = faulty
         assert daemon.process.wait(DEADLINE_S) == EXIT_FAULT
         daemon.process = None
         trigger.unlink()
-        cold(daemon, "ended by an internal error", paths[0])
+        cold(daemon, "ended with an internal error", paths[0])
 
 
 def test_a_stopped_service_keeps_nothing(paths: list[str]) -> None:

@@ -25,7 +25,7 @@ from ffserve import protocol
 from ffserve.errors import AccessDenied, FFServeError, MissingFile
 from ffserve.store.access import collect
 from ffserve.store.fetching import identity_of
-from ffserve.store.origin import Identity
+from ffserve.store.origin import ObjectVersion
 
 pytestmark = [
     pytest.mark.stores,
@@ -216,7 +216,7 @@ def test_hub(some_hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 # ---- what all of them do -------------------------------------------------------------------------
 
 
-def refused(daemon: Daemon, version: Identity, access: dict[str, Any]) -> str:
+def refused(daemon: Daemon, version: ObjectVersion, access: dict[str, Any]) -> str:
     """Open a file with this access; return the code of the error."""
     row = np.zeros(1, protocol.IDENTITY_DTYPE)
     row["size"], row["mtime"] = version.size, version.modified

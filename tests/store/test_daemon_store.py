@@ -25,7 +25,7 @@ from ffserve.server.files.remote import RemoteShard
 from ffserve.server.reading import fetches
 from ffserve.store.directory import Store
 from ffserve.store.fetching import identity_of
-from ffserve.store.origin import Identity
+from ffserve.store.origin import ObjectVersion
 
 pytest.importorskip("fsspec")
 pytest.importorskip("aiohttp")
@@ -507,7 +507,7 @@ def test_next_uses_of_blocks_are_those_of_their_samples(tmp_path: Path) -> None:
     for _ in range(20):
         sizes = rng.integers(0, rng.integers(2, 3 * BLOCK), 300)
         ends = np.cumsum(sizes)
-        stored = store.open(Identity("http://a/x", int(ends[-1]), "", 0))
+        stored = store.open(ObjectVersion("http://a/x", int(ends[-1]), "", 0))
         begins = np.where(rng.random(300) < 0.5, ends - sizes, np.sort(ends - sizes))
         size = np.maximum(np.minimum(begins + sizes, stored.size) - begins, 0)
         most = stored.count - 1

@@ -29,9 +29,9 @@ import ffserve
 from ffserve import protocol
 from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError
 from ffserve.inputs import download, find_inputs
-from ffserve.inputs.outputs import Output, OutputJob
+from ffserve.inputs.outputs import Output, RunOutput
 from ffserve.inputs.places import find
-from ffserve.inputs.stream import Stream, splits_of
+from ffserve.inputs.stream import WorkerStream, splits_of
 from ffserve.store.access import Access, collect
 from ffserve.store.fetching import identity_of
 from ffserve.store.origin import find as find_objects
@@ -198,7 +198,9 @@ def test_a_run_survives_that_every_request_fails_once(
         [listing] = find_inputs([f"s3://{name}/in"]).values()
         wanted = download.names_of(listing.files, rename=False)
         download.place(str(tmp_path), {"input": wanted})
-        lines = Stream([splits_of(listing.files)], framing="lines", epochs=1, seed=None, rank=0)
+        lines = WorkerStream(
+            [splits_of(listing.files)], framing="lines", epochs=1, seed=None, rank=0
+        )
         assert b"".join(lines.blocks()) == files["a.txt"] + files["sub/b.txt"]
         for key in ("a.txt", "sub/b.txt"):
             assert (tmp_path / "input" / key).read_bytes() == files[key]
@@ -206,7 +208,7 @@ def test_a_run_survives_that_every_request_fails_once(
             (tmp_path / f"{rank}" / "out").mkdir(parents=True)
             (tmp_path / f"{rank}" / "out" / f"part-{rank}").write_bytes(b"%d" % rank * 1000)
             (tmp_path / f"{rank}" / "out" / "log").write_bytes(b"log of %d" % rank)
-        output = OutputJob(
+        output = RunOutput(
             Output("out", f"s3://{name}/out"), job="job", workers=2, ranks=range(2),
             say=lambda _: None,
         )  # fmt: skip
@@ -385,7 +387,7 @@ def test_a_run_over_sftp(sftp: str, tmp_path: Path, caplog: pytest.LogCaptureFix
     for name in ("a.txt", "link.txt", "sub/b.txt"):
         assert (place / "input" / name).read_bytes() == (data / name).read_bytes()
     (place / "out" / "part").write_bytes(b"part")
-    output = OutputJob(
+    output = RunOutput(
         Output("out", f"{sftp}{tmp_path}/target"), job="job", workers=1, ranks=[0],
         say=lambda _: None,
     )  # fmt: skip

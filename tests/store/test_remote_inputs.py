@@ -18,7 +18,7 @@ from origins import HttpOrigin
 from ffserve.errors import MissingFile, ReadError, UsageError
 from ffserve.inputs import download, find_inputs
 from ffserve.inputs.places import find
-from ffserve.inputs.stream import Stream, splits_of
+from ffserve.inputs.stream import WorkerStream, splits_of
 from ffserve.store import fetching
 
 pytest.importorskip("fsspec")
@@ -68,7 +68,7 @@ def place(directory: Path, uri: str) -> Path:
 def streamed(uri: str, **options: Any) -> bytes:
     [listing] = find_inputs([uri]).values()
     usual: dict[str, Any] = {"framing": "lines", "epochs": 1, "seed": None, "rank": 0}
-    return b"".join(Stream([splits_of(listing.files)], **{**usual, **options}).blocks())
+    return b"".join(WorkerStream([splits_of(listing.files)], **{**usual, **options}).blocks())
 
 
 # ---- listing -------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def test_files_of_unknown_size(server: HttpOrigin, tmp_path: Path) -> None:
     server.cuts = 1 << 20
     with pytest.raises(ReadError, match=r"odd\.txt: the connection to the origin failed"):
         streamed(url)
-    with pytest.raises(ReadError, match="does not say how large the file is"):
+    with pytest.raises(ReadError, match="does not tell the size of the file"):
         fetching.listing(url)
 
 
@@ -319,7 +319,7 @@ def test_a_changed_file_ends_a_stream(server: HttpOrigin, monkeypatch: pytest.Mo
     monkeypatch.setattr(fetching, "AHEAD_SIZE", 0)
     url = server.put("a.txt", lines(1, 4 * SIZE))
     [listing] = find_inputs([url]).values()
-    blocks = Stream(
+    blocks = WorkerStream(
         [splits_of(listing.files)], framing="lines", epochs=1, seed=None, rank=0
     ).blocks()
     assert next(blocks)

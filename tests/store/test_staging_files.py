@@ -17,7 +17,7 @@ from origins import HttpOrigin
 from ffserve.cli import run
 from ffserve.errors import ReadError, UsageError
 from ffserve.store import staging
-from ffserve.store.origin import Identity
+from ffserve.store.origin import ObjectVersion
 from ffserve.store.staging import Staging, plan
 
 pytest.importorskip("fsspec")
@@ -117,11 +117,11 @@ def test_an_interrupted_run_goes_on_where_it_ended(server: HttpOrigin, tmp_path:
 
 
 def test_names(server: HttpOrigin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    listed: list[Identity] = []
+    listed: list[ObjectVersion] = []
     monkeypatch.setattr(staging, "listing", lambda url, below: listed)
 
     def named(*names: str) -> list[str]:
-        listed[:] = [Identity(f"s3://b/d/{name}", 1, "", 0) for name in names]
+        listed[:] = [ObjectVersion(f"s3://b/d/{name}", 1, "", 0) for name in names]
         return [item.name for item in plan(["s3://b/d/"])]
 
     assert named("x", "e/x", "line\nbreak", "z" * 255) == ["x", "e/x", "line\nbreak", "z" * 255]
@@ -130,7 +130,7 @@ def test_names(server: HttpOrigin, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             named(wrong)
     with pytest.raises(UsageError, match="is a file and the directory of another one"):
         named("e", "e/x")
-    listed[:] = [Identity("s3://b/one/x", 1, "", 0), Identity("s3://b/two/x", 1, "", 0)]
+    listed[:] = [ObjectVersion("s3://b/one/x", 1, "", 0), ObjectVersion("s3://b/two/x", 1, "", 0)]
     with pytest.raises(UsageError, match="s3://b/one/x and s3://b/two/x"):
         plan(["s3://b/*/x"])
     with pytest.raises(UsageError, match="not the URL of a remote file"):

@@ -25,14 +25,14 @@ from ffserve.errors import AccessDenied, ReadError, UsageError
 from ffserve.store import blocks as on_disk
 from ffserve.store.blocks import ABSENT, PRESENT, RESERVED, UNCHECKED, StoredObject, runs
 from ffserve.store.directory import Store
-from ffserve.store.origin import Identity
+from ffserve.store.origin import ObjectVersion
 
 BLOCK = 64 << 10
 LIMIT = 20 * BLOCK
 
 
-def identity(name: str = "a", size: int = 10 * BLOCK - 5, tag: str = "1") -> Identity:
-    return Identity(f"s3://bucket/{name}", size, tag, 1)
+def identity(name: str = "a", size: int = 10 * BLOCK - 5, tag: str = "1") -> ObjectVersion:
+    return ObjectVersion(f"s3://bucket/{name}", size, tag, 1)
 
 
 def content(block: int, size: int = BLOCK) -> bytes:
@@ -83,8 +83,8 @@ def test_another_version_of_an_object_is_another_object(directory: Path) -> None
     first = store.open(identity())
     fill(store, first, 0)
     others = [
-        identity(tag="2"), identity(size=10 * BLOCK - 4), Identity("s3://bucket/a", 10, "1", 2),
-        identity("b"),
+        identity(tag="2"), identity(size=10 * BLOCK - 4), identity("b"),
+        ObjectVersion("s3://bucket/a", 10, "1", 2),
     ]  # fmt: skip
     for other in others:
         found = store.open(other)

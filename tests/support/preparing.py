@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-import ffserve.client.prepared
+import ffserve.client.preparing
 from ffserve.torch import Dataset
 
 
@@ -66,7 +66,7 @@ def prepared(log: str) -> list[int]:
 def main() -> None:
     """Read everything; see the module's text."""
     log, pause_ms, batch, *files = sys.argv[1:]
-    ffserve.client.prepared.CHECKED_EVERY = 1 << 60  # nothing is prepared again to be compared
+    ffserve.client.preparing.CHECKED_EVERY = 1 << 60  # nothing is prepared again to be compared
     dataset = Prepared(files, log, int(pause_ms) / 1000)
     print("ready", flush=True)
     samples: list[Any] = []

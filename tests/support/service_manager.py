@@ -22,7 +22,7 @@ from daemon import DEADLINE_S, EXPECTED, Daemon, started, until
 from ffserve.cache.inventory import NAME, Inventory
 
 TAKEN_OVER = r"took over \d+ samples, .*"
-COLD = r"starting with empty memory, that of the daemon before is not used: .*"
+COLD = r"starting with empty memory; the memory of the previous daemon is not used: .*"
 _FIRST_FD = 3
 _MOST_FDS = 253
 

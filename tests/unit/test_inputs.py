@@ -33,19 +33,19 @@ from ffserve.formats.base import GZIP_MAGIC, ZLIB_MAGIC
 from ffserve.inputs import assign, download, find_inputs, parse_input
 from ffserve.inputs.job import place_in_job
 from ffserve.inputs.outputs import (
-    LocalTarget,
+    LocalDirectory,
     Output,
-    OutputJob,
-    RemoteTarget,
+    RemoteDirectory,
+    RunOutput,
     job_name,
+    output_directory,
     parse_output,
     places_of,
-    target_of,
 )
 from ffserve.inputs.places import InputFile, alternatives, find
-from ffserve.inputs.stream import Split, Stream, share_of, splits_of
+from ffserve.inputs.stream import Split, WorkerStream, share_of, splits_of
 from ffserve.store import fetching
-from ffserve.store.origin import Identity, failure
+from ffserve.store.origin import ObjectVersion, failure
 from ffserve.store.urls import check_name, shown
 
 FILES = {
@@ -264,7 +264,7 @@ def test_secrets_are_not_shown() -> None:
 
 
 def file_named(name: str, uri: str = "", size: int = 1) -> InputFile:
-    return InputFile(Identity(uri or f"/data/{name}", size, "1", 0), name)
+    return InputFile(ObjectVersion(uri or f"/data/{name}", size, "1", 0), name)
 
 
 def test_equal_names_are_refused_with_both_uris() -> None:
@@ -429,7 +429,7 @@ def stream(
     *shares: list[Split], framing: Any = "lines", epochs: int = 1, seed: int | None = None,
     rank: int = 0,
 ) -> bytes:  # fmt: skip
-    source = Stream(shares, framing=framing, epochs=epochs, seed=seed, rank=rank)
+    source = WorkerStream(shares, framing=framing, epochs=epochs, seed=seed, rank=rank)
     return b"".join(source.blocks())
 
 
@@ -641,8 +641,8 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     yield f"{request.param}{tmp_path}/target"
 
 
-def output_job(target: str, ranks: list[int], said: list[str], workers: int = 2) -> OutputJob:
-    output = OutputJob(
+def output_job(target: str, ranks: list[int], said: list[str], workers: int = 2) -> RunOutput:
+    output = RunOutput(
         Output("out", target), job="job", workers=workers, ranks=ranks, say=said.append
     )
     output.begin()
@@ -650,7 +650,9 @@ def output_job(target: str, ranks: list[int], said: list[str], workers: int = 2)
 
 
 def test_the_last_rank_commits_for_all(target: str, tmp_path: Path) -> None:
-    assert isinstance(target_of(target), RemoteTarget if "://" in target else LocalTarget)
+    assert isinstance(
+        output_directory(target), RemoteDirectory if "://" in target else LocalDirectory
+    )
     said: list[str] = []
     jobs = [output_job(target, [rank], said) for rank in range(2)]
     for rank in (1, 0):
@@ -698,7 +700,7 @@ def test_an_aborted_job_leaves_nothing(target: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("late", [True, False])
 def test_of_two_runs_at_once_the_second_is_refused(target: str, tmp_path: Path, late: bool) -> None:
     jobs = [
-        OutputJob(Output("out", target), job=name, workers=1, ranks=[0], say=lambda _: None)
+        RunOutput(Output("out", target), job=name, workers=1, ranks=[0], say=lambda _: None)
         for name in ("one", "two")
     ]
     for number in range(2):
@@ -723,7 +725,7 @@ def test_no_directory_is_removed_that_is_not_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by HDFS, where `rmdir` of fsspec removes a directory with all below it."""
-    target = RemoteTarget(f"local://{tmp_path}/target")
+    target = RemoteDirectory(f"local://{tmp_path}/target")
     removed: list[str] = []
     monkeypatch.setattr(LocalFileSystem, "rmdir", lambda _, path: removed.append(path))
     (tmp_path / "target" / "full" / "x").mkdir(parents=True)

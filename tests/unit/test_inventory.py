@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 
+from ffserve import limits
 from ffserve.cache import inventory
 from ffserve.cache.arena import SMALLEST_SLOT
 from ffserve.cache.inventory import LAYOUT, MAGIC, Inventory, ShardRow
@@ -17,9 +18,9 @@ def test_another_layout_has_another_number() -> None:
         MAGIC,
         inventory.HEADER.descr,
         inventory.DOMAIN.descr,
-        inventory.MOST_DOMAINS,
+        limits.MOST_DOMAINS,
         inventory.SHARD.descr,
-        inventory.MOST_SHARDS,
+        limits.MOST_SHARDS,
         inventory._places(1000, 1_000_000),
         ENTRY_DTYPE.descr,
         SMALLEST_SLOT,

@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "ffserve"
 LAYERS = {
     # descriptions of data, without I/O
     "errors dtypes protocol order _version": "",
+    "limits": "protocol",
     "mixture packing": "order",
     "engine": "",
     "formats": "engine",
@@ -28,14 +29,15 @@ LAYERS = {
     "writer": "formats disk",
     "folders": "system disk writer",
     # the daemon
-    "cache": "reads engine formats system",
-    "server": "_version protocol config engine formats reads dataset disk system cache store",
+    "cache": "limits reads engine formats system",
+    "server": "_version limits protocol config engine formats reads dataset disk system cache "
+    "store",
     # the client
     "client": "_version protocol engine formats reads dataset disk system store",
     "reader": "formats dataset disk client store",
     "aio": "dataset client reader",
     # inputs of programs
-    "inputs": "order formats disk reader store",
+    "inputs": "order formats disk store ffserve",
     # tables
     "arrow": "system engine formats disk writer client reader store",
     # what programs use
@@ -54,7 +56,7 @@ LAYERS = {
     # the command line
     "examples": "torch example spark ray ffserve",
     "bench": "engine formats disk client ffserve",
-    "doctor": "_version system config engine formats dataset disk server client",
+    "doctor": "_version limits system config engine formats dataset disk server client",
     "cli": "order system config formats dataset disk cache server client reader "
     "folders convert inputs bench doctor store view ffserve",
     "__main__": "cli",
@@ -78,7 +80,7 @@ DOORS = {
     "client.autostart": ("arrow", "a task starts a daemon for remote files as a reader does"),
     "client.connection": ("bench cli doctor torch", "commands talk to the daemon without a reader"),
     "client.memory": ("doctor", "it explains why a process does not map the daemon's memory"),
-    "client.prepared": ("torch", "prepared samples are an offer to frameworks"),
+    "client.preparing": ("torch", "prepared samples are an offer to frameworks"),
     "client.shared_memory": ("view", "it reads samples in place, in C"),
     "client.source": ("torch view", "samples are read into a loader's memory"),
     "config": ("cli doctor", "settings are flags of a command, and are examined"),
@@ -100,20 +102,22 @@ DOORS = {
     "folders.packing": ("cli compat convert", "directories are packed"),
     "formats.recordio": ("compat", "pyrecordio writes chunk by chunk"),
     "formats.tfstream": ("arrow", "a compressed file is recognized by its head"),
+    "limits": ("doctor", "the bounds of the daemon are compared with those of its process"),
     "server.life.daemon": ("cli doctor", "`serve` runs it; its checks at start are explained"),
     "server.life.fd_store": ("cli", "`mount` tells systemd that it is ready"),
     "server.life.log": ("cli", "messages of a service carry their priority"),
     "server.sessions.server": ("doctor", "how many sessions fit under a limit"),
     "server.status.overview": ("cli", "`status` and `top` show it"),
-    "server.users.access": ("cli doctor view", "whose process answers, and which files are taken"),
-    "store.blocks": ("inputs", "a download is written as blocks are"),
-    "store.fetching": ("arrow cli inputs", "remote files are listed and fetched"),
+    "server.users.access": ("doctor view", "which files are taken, and who may read them"),
+    "server.users.peers": ("cli", "whose process is at the other end"),
+    "store.fetching": ("arrow cli", "remote files are listed and fetched"),
     "store.opening": ("arrow cli", "tables of a remote file"),
-    "store.origin": ("arrow inputs", "file systems of URLs, for output too"),
-    "store.ranges": ("arrow cli inputs", "parts of a remote file"),
+    "store.origin": ("arrow", "file systems of URLs, for output too"),
+    "store.ranges": ("arrow cli", "parts of a remote file"),
     "store.staging": ("cli", "`ffserve stage`"),
-    "store.urls": ("arrow cli compat inputs view", "what is a URL, and how it is shown"),
+    "store.urls": ("arrow cli compat view", "what is a URL, and how it is shown"),
     "store.warming": ("cli", "`ffserve warm`"),
+    "store.public": ("inputs", "remote files are found, copied and written"),
     "system.machine": ("doctor", "limits of memory are examined"),
     "system.memfd": ("doctor", "shared memory is tried"),
     "system.parallel": ("compat convert", "worker processes that report progress"),
@@ -121,7 +125,7 @@ DOORS = {
 }
 """What guests may use of the core besides: by module, which guests, and what for."""
 
-PURE = "dtypes formats protocol order mixture packing cache dataset.layout"
+PURE = "dtypes limits formats protocol order mixture packing cache dataset.layout"
 """They can be simulated: they, and what they import, open no socket, run no event loop, start no
 thread and read no clock."""
 IMPURE = {"asyncio", "cffi", "concurrent", "ctypes", "datetime", "multiprocessing", "select"}

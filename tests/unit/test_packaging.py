@@ -88,7 +88,7 @@ def test_a_source_distribution_has_every_file_of_the_core(tmp_path: Path) -> Non
     program = "from setuptools import build_meta; print(build_meta.build_sdist('dist'))"
     with tarfile.open(tmp_path / "dist" / run(program, tmp_path)[-1]) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
-    sources = {f"ffserve/engine/{path.name}" for path in ENGINE.glob("*.[ch]")}
+    sources = {str(path.relative_to(ROOT)) for path in ENGINE.glob("*/*.[ch]")}
     assert sources and sources <= packed
     assert "ffserve/engine/build_core.py" in packed
     assert {f"systemd/{path.name}" for path in (ROOT / "systemd").iterdir()} <= packed
@@ -133,12 +133,12 @@ def test_a_core_of_other_sources_says_what_to_do(tmp_path: Path) -> None:
         return done.stderr
 
     assert "No such file" in loaded()
-    with (engine / "slots.c").open("a") as source:
+    with (engine / "memory" / "slots.c").open("a") as source:
         source.write("/* from now on */\n")
     stale = loaded()
     assert "built from other sources" in stale and "ffserve.engine.build_core" in stale
     assert loaded("benchmarks", "--help") == stale
-    for path in engine.glob("*.[ch]"):
+    for path in engine.glob("*/*.[ch]"):
         path.unlink()
     assert "No such file" in loaded(), "an installed package has no sources beside it"
     assert [path.name for path in engine.glob("_core*.so")] == ["_core.abi3.so"]

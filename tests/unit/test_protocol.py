@@ -17,14 +17,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ffserve import protocol
+from ffserve import limits, protocol
 from ffserve.cache.tables import ENTRY_DTYPE
 from ffserve.errors import BY_CODE, FFServeError, ProtocolError, ReadError
 from ffserve.protocol import FROM_CLIENT, FROM_SERVER, Decoder, Message, encode
-from ffserve.server.prepared import claims as prepared
+from ffserve.server.prepared import claims
 from ffserve.server.reading import pins, scheduler
-from ffserve.server.sessions import failures, opened, server
-from ffserve.server.users import shares as users
+from ffserve.server.sessions import server
 
 EVERY: tuple[type[Any], ...] = (*FROM_CLIENT, *FROM_SERVER)
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "PROTOCOL.md").read_text()
@@ -296,7 +295,7 @@ def test_the_largest_ready_fits_into_a_frame() -> None:
         "x" * 300, path="/" + "p" * 4095, index=1 << 62, offset=1 << 62, hint="h" * 300
     )
     row = [65_535, *protocol.error_to_wire(error)]
-    encode(protocol.Ready(1, 65_536, [row] * failures.MOST_ERRORS))
+    encode(protocol.Ready(1, 65_536, [row] * limits.MOST_ERRORS))
 
 
 # ---- the document ------------------------------------------------------------------------------
@@ -334,7 +333,7 @@ def test_the_document_lists_every_message() -> None:
 def test_the_document_states_the_limits() -> None:
     of_users = table("limit of a user", "value", "what")
     for name, value, _ in (*table("limit", "value", "what"), *of_users):
-        modules = (protocol, pins, scheduler, opened, failures, server, users, prepared)
+        modules = (limits, protocol, pins, scheduler, server, claims)
         owner = next(module for module in modules if hasattr(module, name))
         assert float(value) == getattr(owner, name), name
 

@@ -19,7 +19,7 @@ import click
 from ffserve.cli.options import json_option, socket_option
 from ffserve.cli.terminal import counted, print_json
 from ffserve.errors import AccessDenied, ServerUnavailable, UsageError
-from ffserve.server.users.access import Credentials
+from ffserve.server.users.peers import Credentials
 from ffserve.system.socket_path import find_socket
 
 _PATIENCE_S = 1.0

@@ -1,1 +1,1 @@
-"""Files: what the daemon has open, how it was opened and checked, and whether it is still sound."""
+"""Files: which files the daemon has open, for whom, and whether they are sound."""

@@ -14,7 +14,7 @@ from ffserve.errors import ReadError
 from ffserve.server.files.closing import ShardCloser
 from ffserve.server.files.holding import HeldShards
 from ffserve.server.files.shards import Alias, Request
-from ffserve.server.users.access import Owner, Peer
+from ffserve.server.users.peers import Owner, Peer
 
 
 class Admission:

@@ -22,7 +22,8 @@ from ffserve.server.files.holding import (
 from ffserve.server.files.opening import ShardOpener
 from ffserve.server.files.remote import RemoteFiles
 from ffserve.server.files.shards import OpenShard, Passing, Request
-from ffserve.server.users.access import Owner, Peer, Rules
+from ffserve.server.users.access import Rules
+from ffserve.server.users.peers import Owner, Peer
 
 
 class Catalog:

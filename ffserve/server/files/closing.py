@@ -22,8 +22,8 @@ from ffserve.engine.opening import close_fds
 from ffserve.server.files.entering import ShardEntries
 from ffserve.server.files.holding import HOLD_COUNT, HeldShards, OpenSettings
 from ffserve.server.files.shards import FileIdentity, OpenShard
-from ffserve.server.users.access import Owner
 from ffserve.server.users.domains import Domain
+from ffserve.server.users.peers import Owner
 from ffserve.server.users.threads import in_thread
 
 T = TypeVar("T")

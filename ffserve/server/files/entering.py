@@ -15,7 +15,10 @@ import numpy as np
 from ffserve.cache.adoption import drop_other_blocks
 from ffserve.cache.inventory import CHUNKED, ShardRow
 from ffserve.formats.base import UNKNOWN_LENGTH
-from ffserve.server.files.holding import MOST_CLOSED, HeldShards
+from ffserve.limits import MOST_CLOSED
+from ffserve.server.files.holding import (
+    HeldShards,
+)
 from ffserve.server.files.preparations import Preparation, Preparations
 from ffserve.server.files.shards import (
     OpenShard,
@@ -24,7 +27,7 @@ from ffserve.server.files.shards import (
     prepared_shard,
     row_of,
 )
-from ffserve.server.users.access import Owner
+from ffserve.server.users.peers import Owner
 
 
 class ShardEntries:

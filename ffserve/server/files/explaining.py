@@ -1,10 +1,10 @@
-"""Explaining: whether wrong bytes are damage, before clients are told so.
+"""Explaining: why the bytes of a sample are wrong, before clients are told that it is damaged.
 
 The file may have changed since it was opened, or its index file may have been stale
-(`shardfile.FileState.contradiction`). To find that out, the file is looked at, some of its chunks
-may be decoded, and an index file is written. That happens in a thread of the user who asks. An
-answer waits for it for EXPLAIN_S at most; then, and where too many answers of the user wait, it has
-the errors as the reads found them. What was found out of a file holds for all of its samples.
+(`shardfile.FileState.contradiction`). To find that out, the daemon looks at the file, may decode
+some of its chunks, and writes an index file. It does so in a thread of the user who asks. An answer
+waits for this at most EXPLAIN_S; after that, and when too many answers of the user wait, it has the
+errors as the reads found them. The explanation of one sample holds for all samples of the file.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from functools import partial
 from ffserve.disk.shardfile import contradicted
 from ffserve.engine.opening import close_fds
 from ffserve.errors import FFServeError, FormatError
+from ffserve.limits import MOST_EXPLAINED_FILES, MOST_EXPLAINED_SAMPLES, MOST_EXPLANATIONS
 from ffserve.server.files.catalog import Catalog
 from ffserve.server.files.shards import OpenShard
 from ffserve.server.users.descriptors import closer_of
@@ -28,21 +29,16 @@ from ffserve.server.users.shares import User
 from ffserve.server.users.threads import UserThreads
 
 EXPLAIN_S = 2.0
-"""A client that waits for an answer is patient for far longer."""
-MOST_CALLS = 4
-"""Answers of one user that wait for explanations."""
-MOST_FILES = 16
-"""Files that are looked at for one answer; each takes a descriptor meanwhile."""
-MOST_SAMPLES = 64
-"""Samples of a file that are compared with its tables for one answer, in a few milliseconds."""
+"""An answer waits for its explanation at most so long. A client waits for an answer for far longer.
+"""
 
 
 @dataclass(slots=True)
 class FailedSample:
     """A sample that cannot be read.
 
-    position: in its request. shard: None: it is a prepared sample, which is in no file. record:
-    payload offset, length and checksum.
+    position: in its request. shard: None for a prepared sample, which is in no file. record: the
+    offset, length and checksum of its payload.
     """
 
     position: int
@@ -52,16 +48,16 @@ class FailedSample:
     record: tuple[int, int, int]
 
     def explained(self) -> FFServeError:
-        """Return the error, with what is known of the file."""
+        """Return the error, with the explanation if there is one."""
         return self.error if self.shard is None else explained(self.shard, self.error)
 
 
 @dataclass(eq=False, slots=True)
 class _Answer:
-    """An answer that waits.
+    """An answer that waits for an explanation.
 
-    files: a descriptor for each shard that is looked at. until: when it waits no longer. send:
-    called then; None: it was.
+    files: a descriptor for each shard that is looked at. until: the end of the wait. send: sends
+    the answer; None: it was sent.
     """
 
     failed: list[FailedSample]
@@ -72,14 +68,14 @@ class _Answer:
 
 
 class Explainer:
-    """See the module's text."""
+    """Explains the failed samples of answers."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._threads = UserThreads("ffserve-explain", MOST_CALLS)
+        self._threads = UserThreads("ffserve-explain", MOST_EXPLANATIONS)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.waiting_count = 0
-        """Answers that wait."""
+        """So many answers wait."""
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Report to this loop."""
@@ -89,8 +85,8 @@ class Explainer:
     def explain(self, user: User, failed: list[FailedSample], send: Callable[[], object]) -> None:
         """Find out more about failed samples of an answer to a user.
 
-        Args: send: called in the loop's thread, once, when `FailedSample.explained` says all that
-            will be known; at once if nothing is to be found out.
+        Args: send: called once, in the loop's thread, when `FailedSample.explained` returns the
+            final error; called at once if there is nothing to find out.
         """
         files = _files(failed)
         if not files:
@@ -98,7 +94,7 @@ class Explainer:
             return
         assert self._loop is not None
         answer = _Answer(failed, files, time.monotonic() + EXPLAIN_S, send)
-        # Not the object: when all of its sessions have ended, the user gets another.
+        # The user object is replaced when the user's sessions have ended.
         who = user.uid, user.trusted
         if not self._threads.call(who, partial(_look, answer), partial(self._end, answer)):
             closer_of(user).close_fds(list(files.values()))
@@ -127,35 +123,39 @@ class Explainer:
 
 
 def _is_doubtful(sample: FailedSample) -> bool:
-    """Whether more may be found out about a sample."""
+    """Whether a sample may have an explanation."""
     shard = sample.shard
     return (
         isinstance(sample.error, FormatError)
         and shard is not None
         and shard.contradiction is None
-        and shard.remote is None  # the store's file changes with each block
+        and shard.remote is None  # the file of the store changes with each block
     )
 
 
 def _files(failed: list[FailedSample]) -> dict[OpenShard, int]:
-    """Return descriptors of the files to look at; fewer where the daemon may have no more."""
+    """Return descriptors of the files to look at; fewer if the daemon has no more descriptors."""
     files: dict[OpenShard, int] = {}
     with contextlib.suppress(OSError):
         for each in filter(_is_doubtful, failed):
-            if each.shard is not None and each.shard not in files and len(files) < MOST_FILES:
+            if (
+                each.shard is not None
+                and each.shard not in files
+                and len(files) < MOST_EXPLAINED_FILES
+            ):
                 files[each.shard] = os.dup(each.shard.fd)
     return files
 
 
 def _look(answer: _Answer) -> None:
-    """In a thread of the user."""
+    """Look at the files of an answer. It runs in a thread of the user."""
     looked: Counter[OpenShard] = Counter()
     try:
         for each in filter(_is_doubtful, answer.failed):
             if time.monotonic() >= answer.until:
                 break
             shard = each.shard
-            if shard in answer.files and looked[shard] < MOST_SAMPLES:
+            if shard in answer.files and looked[shard] < MOST_EXPLAINED_SAMPLES:
                 looked[shard] += 1
                 look(shard, answer.files[shard], each.error, each.record)
     finally:
@@ -163,14 +163,17 @@ def _look(answer: _Answer) -> None:
 
 
 def explained(shard: OpenShard, error: FFServeError) -> FFServeError:
-    """Return the error of a sample of a shard, with what is known of the file."""
+    """Return the error of a sample, with the explanation for its shard if there is one."""
     if shard.contradiction is None or not isinstance(error, FormatError):
         return error
     return contradicted(error, shard.contradiction)
 
 
 def look(shard: OpenShard, fd: int, error: FFServeError, record: tuple[int, int, int]) -> None:
-    """Find out why a sample is wrong. Any thread. Args: fd: of its file. error, record: of it."""
+    """Find out why a sample is wrong. It may run in any thread.
+
+    Args: fd: of the sample's file. error, record: see `FailedSample`.
+    """
     about = shard.path, shard.scanned, record, shard.chunked
     found = shard.opened.contradiction(error, fd, *about, "inode")
     if found is not None:

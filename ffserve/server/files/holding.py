@@ -32,20 +32,27 @@ from ffserve.cache.cache import Cache
 from ffserve.cache.inventory import Inventory
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.dtypes import Int32s, Int64s
+from ffserve.limits import (
+    EXTRA_PART,
+    FDS_OF_OBJECT,
+    MOST_ALIASES,
+    MOST_CLOSED,
+    PASSED_SHARE,
+    SHARDS_PART,
+)
 from ffserve.protocol import MOST_FILES
-from ffserve.server.files.remote import FDS_OF_OBJECT, RemoteFiles, RemoteShard
+from ffserve.server.files.remote import (
+    RemoteFiles,
+    RemoteShard,
+)
 from ffserve.server.files.shards import Alias, OpenShard, ShardKey
-from ffserve.server.users.access import HOST, OWN, Owner, Rules, viewer_of
+from ffserve.server.users.access import Rules
 from ffserve.server.users.domains import Domains
+from ffserve.server.users.peers import HOST, OWN, Owner, viewer_of
 from ffserve.server.users.threads import run_in_thread
 
 HOLD_COUNT = 256
 """The loop takes a turn after so many shards were looked up, listed, closed or forgotten."""
-MOST_ALIASES = 64
-"""A shard has at most so many aliases. Clients that use others pass a descriptor each time."""
-MOST_CLOSED = 16_384
-"""The daemon keeps the samples of so many closed shards. Beyond, it evicts those of the shard that
-was closed first."""
 
 
 class FileEngines(Protocol):
@@ -97,15 +104,15 @@ class OpenSettings:
 class DescriptorBudget:
     """How many files may be open, by the limit of the process (RLIMIT_NOFILE).
 
-    Three quarters of the limit are for shards, an eighth for their second descriptors and for
-    domains, and an eighth for sessions and everything else.
+    `limits.py` explains the parts.
     """
 
     def __init__(self, domains: Domains) -> None:
         self._domains = domains
         self.limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._most_open, self._most_extra = self.limit * 3 // 4, self.limit // 8
-        self.most_asked = max(min(MOST_FILES, self.limit // 32), 1)
+        self._most_open = int(self.limit * SHARDS_PART)
+        self._most_extra = int(self.limit * EXTRA_PART)
+        self.most_asked = max(min(MOST_FILES, self.limit // PASSED_SHARE), 1)
         """Files for which one OPEN asks at once: several sessions of one user may pass descriptors
         at the same time."""
         self.cached_count = 0

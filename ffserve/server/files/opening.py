@@ -20,6 +20,7 @@ from functools import partial
 from ffserve.disk.files import os_error
 from ffserve.engine.opening import close_fds
 from ffserve.errors import FFServeError, ReadError
+from ffserve.limits import ASKED_AT_ONCE
 from ffserve.server.files.admission import Admission
 from ffserve.server.files.closing import ShardCloser
 from ffserve.server.files.entering import ShardEntries
@@ -33,7 +34,6 @@ from ffserve.server.files.parsing import (
     close_passed,
 )
 from ffserve.server.files.remote import (
-    ASKED_AT_ONCE,
     WantedFile,
 )
 from ffserve.server.files.shards import (
@@ -44,8 +44,8 @@ from ffserve.server.files.shards import (
     Request,
     ShardKey,
 )
-from ffserve.server.users.access import Peer, viewer_of
 from ffserve.server.users.domains import Domain
+from ffserve.server.users.peers import Peer, viewer_of
 from ffserve.server.users.threads import in_thread
 
 REMOTE_COUNT = 64

@@ -31,16 +31,17 @@ from ffserve.reads.page_cache import open_cached
 from ffserve.server.files.holding import CatalogTables, DescriptorBudget, OpenSettings
 from ffserve.server.files.remote import RemoteFiles, RemoteShard, WantedFile, blocks_of
 from ffserve.server.files.shards import FileIdentity, OpenShard, PassedFile, Request, ShardKey
-from ffserve.server.users.access import Peer, Rules
+from ffserve.server.users.access import Rules
 from ffserve.server.users.domains import Domain
+from ffserve.server.users.peers import Peer
 from ffserve.store.fetching import OpenObject
 
 JOIN_S = 1.0
-"""How long a session waits for a file that waits for other files of another session. To open 253
-small files takes 30 ms, and longer where their file system is slow."""
+"""A session waits at most so long for a file that waits for other files of another session. To open
+253 small files takes 30 ms, and more on a slow file system."""
 SINGLY_S = 0.1
-"""After files were opened one by one for so long, what was opened is entered: others may wait for
-one of them."""
+"""When files were opened one by one for so long, those that are open are entered, since other
+sessions may wait for one of them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +59,7 @@ class OpeningGroup:
     """The file that the thread reads alone. That takes minutes if the file must be scanned."""
 
     def holds_up(self, key: ShardKey, now: float) -> bool:
-        """Whether one of these files waits for others of them for too long."""
+        """Whether one of these files has waited for the others for too long."""
         return now - self.begun > JOIN_S and not self.alone and self.current != key
 
 
@@ -187,8 +188,8 @@ class ShardParser:
         domains: list[Domain],
         opening: OpeningGroup,
     ) -> list[OpenShard]:
-        """Open the shards of some files, and close the passed descriptors of these. If that takes
-        long, only those of the first files; of remote files that of the first one.
+        """Open the shards of some files, and close the descriptors that were passed for these. If
+        that takes long, only the first files are opened; of remote files, only the first one.
 
         Args: domains: the domain of each.
         Raises: FFServeError: of the first that cannot be opened; then none is. OSError with EMFILE.
@@ -264,7 +265,7 @@ class ShardParser:
         finally:
             if fd >= 0:
                 os.close(fd)
-        # Blocks that have just come are in the page cache, and not on the disk yet.
+        # Blocks that were just fetched are in the page cache, and not on the disk yet.
         cached = opened.stored.open_data() if alignments[0] > 1 and shard.count else -1
         if cached >= 0:
             os.posix_fadvise(cached, 0, 0, os.POSIX_FADV_RANDOM)
@@ -356,8 +357,8 @@ class ShardParser:
 
 
 def _check_indexes(rules: Rules, passed: list[PassedFile], paths: list[str], peer: Peer) -> None:
-    """Close those index files that the rules do not allow. Whoever may write to the directory could
-    put them there: their files are read without."""
+    """Close those index files that the rules do not allow, since anybody who may write to the
+    directory could put them there. Their files are read without an index file."""
 
     def are_allowed(rows: list[int]) -> bool:
         with contextlib.suppress(FFServeError):

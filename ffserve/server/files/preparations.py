@@ -1,6 +1,6 @@
 """Preparations: how a user's samples are prepared, and whether the results are shared.
 
-The samples of a prepared shard (`shards.prepared_shard`) were made by clients with one of them.
+Clients make the samples of a prepared shard (`shards.prepared_shard`) by one preparation.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
-from ffserve.server.users.access import Owner
+from ffserve.limits import MOST_DISTRUSTED
+from ffserve.server.users.peers import Owner
 
 LEAST_SAVED_S = 1e-15
 """The least saving per byte. Times are divided by it, and a client may report that preparing took
 no time (for empty samples it is 0)."""
-MOST_DISTRUSTED = 1024
-"""The daemon remembers so many preparations that have given two results for one sample."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -74,7 +73,7 @@ class Preparations:
         return found
 
     def distrust(self, preparation: Preparation) -> None:
-        """Share nothing of it from now on, also when it is opened again later."""
+        """Share no sample of a preparation from now on, also when it is opened again later."""
         preparation.trusted = False
         self._distrusted[preparation.owner, preparation.key] = preparation
         while len(self._distrusted) > MOST_DISTRUSTED:
@@ -82,5 +81,5 @@ class Preparations:
 
     @property
     def all(self) -> list[Preparation]:
-        """Return those that are in use, or whose samples are in memory."""
+        """Return the preparations that are in use, or whose samples are in memory."""
         return list(self._known.values())

@@ -1,12 +1,12 @@
-"""Remote files of clients: whose they are, whether their user may read them, and their tables.
+"""Remote files of clients: who owns them, whether their user may read them, and their tables.
 
 A remote file is an object of the store (`ffserve/store/`), a sparse file that the engines read as
-any other; `fetches.py` brings its blocks before they are read. The client says which version it
-wants and passes its access (`store/access.py`), and the daemon asks the origin with that, and with
-nothing of its own: so the origin decides what a user may read. An object belongs to the domain of
-the user, unless its place is one of `[store] common`. In the store, too, objects of two domains are
-two objects. With `store.access = "own"` the daemon asks with what it has itself, for its own user
-and nobody else, and opens its store when that user first needs it.
+any other; `fetches.py` brings its blocks before they are read. The client names the version that it
+wants and passes its access (`store/access.py`). The daemon asks the origin with that access, and
+with nothing of its own, so the origin decides what a user may read. An object belongs to the domain
+of the user, unless its place is one of `[store] common`. The store, too, keeps the objects of two
+domains apart. With `store.access = "own"` the daemon asks with its own access, for its own user and
+nobody else, and opens its store when that user first needs it.
 
 Origins may not answer: all that asks them runs in threads. Each user has threads of its own for
 each place, so users share the network equally, and one whose origin hangs holds up nobody else.
@@ -33,14 +33,15 @@ from ffserve.config import ServerConfig, format_size
 from ffserve.dtypes import Floats, Int32s, Int64s
 from ffserve.errors import FFServeError, FormatError, MissingFile, ReadError, UsageError
 from ffserve.formats.base import ChunkedShard, Shard
+from ffserve.limits import ASKED_AT_ONCE, MOST_ORIGINS, MOST_TAG, MOST_URL
 from ffserve.protocol import EVERY
-from ffserve.server.users.access import OWN, Owner, Peer
+from ffserve.server.users.peers import OWN, Owner, Peer
 from ffserve.store.access import Access, forget_own_settings, quieten_packages, served
 from ffserve.store.blocks import StoredObject
 from ffserve.store.directory import Store, name_of, usual_limit
 from ffserve.store.fetching import Fetcher, OpenObject
 from ffserve.store.opening import parsed
-from ffserve.store.origin import Identity, changed, identify
+from ffserve.store.origin import ObjectVersion, changed, identify
 from ffserve.store.schemes import travelling
 from ffserve.store.urls import shown
 
@@ -48,17 +49,8 @@ log = logging.getLogger("ffserve")
 
 
 GIVE_UP_S = 75.0
-"""How long a failing origin is asked again. A client waits 120 s for an answer, and an attempt may
-begin in the last second of this and take 30 s."""
-ASKED_AT_ONCE = 16
-"""Objects of one OPEN that are looked up, or whose tables are read, at the same time."""
-MOST_PLACES = 64
-"""Origins of which one user has objects open at a time; each has threads."""
-MOST_TAG = 1024
-"""Characters of an ETag, or of what an origin has instead."""
-MOST_URL = 8192
-FDS_OF_OBJECT = 3
-"""Descriptors of an object besides that of its shard."""
+"""The daemon asks a failing origin again for so long. A client waits 120 s for an answer, and the
+last attempt can take another 30 s."""
 
 
 class WantedFile(NamedTuple):
@@ -69,7 +61,7 @@ class WantedFile(NamedTuple):
     """
 
     position: int
-    identity: Identity
+    identity: ObjectVersion
     access: Access
     owner: Owner | None
     name: str
@@ -79,11 +71,11 @@ class WantedFile(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RemoteShard:
-    """What a shard has that is an object of the store.
+    """The parts of a shard whose file is an object of the store.
 
-    objects: for each user who has it open, with that user's access. firsts, lasts: of each sample
-    the first and the last block that it lies in. worth: of each block until when it is worth its
-    fetch, in seconds since 1970; see `fetches.WORTH`.
+    objects: by user who has it open, each with that user's access. firsts, lasts: the first and the
+    last block of each sample. worth: the time, in seconds since 1970, until which each block is
+    worth its fetch; see `fetches.WORTH`.
     """
 
     stored: StoredObject
@@ -92,7 +84,7 @@ class RemoteShard:
     lasts: Int32s
     worth: Floats = field(init=False)
     proofs: dict[Owner, bytes] = field(default_factory=dict)
-    """By user: digest of the access with which its origin let the user read it."""
+    """By user: the digest of the access with which the origin let the user read the object."""
 
     def __post_init__(self) -> None:
         self.worth = np.zeros(self.stored.count)
@@ -111,11 +103,11 @@ class RemoteFiles:
 
     def __init__(self, config: ServerConfig) -> None:
         self.own = config.store_access == "own"
-        """Whether it reads for its own user alone, with what that user's processes have."""
+        """Whether it reads for its own user alone, with that user's credentials."""
         self.directory = config.store_directory
         self.fetcher = Fetcher(lambda: self._made_store(_limit(config)), GIVE_UP_S)
         self.protocols = travelling(installed=True)
-        """What WELCOME offers."""
+        """The protocols that WELCOME offers."""
         self._common = frozenset(config.store_common)
         quieten_packages()
         if self.own:
@@ -125,10 +117,10 @@ class RemoteFiles:
             forget_own_settings()
             self.fetcher.store  # noqa: B018 - its first use opens it
         self._instance = secrets.token_hex(8)
-        """Another one for each daemon, also if it has its predecessor's memory."""
+        """It differs for each daemon, also for one that has the memory of its predecessor."""
         self._lock = threading.Lock()
         self._pools: dict[Owner, Counter[str]] = {}
-        """By user: objects that are open, by their pool."""
+        """By user and pool: how many objects are open."""
         self._owners: dict[OpenObject, Owner] = {}
         self._accesses: WeakValueDictionary[tuple[Owner, bytes], Access] = WeakValueDictionary()
 
@@ -155,8 +147,10 @@ class RemoteFiles:
         """Whether the daemon fetches a URL for a peer."""
         return served(url) or (self.own and peer.is_self)
 
-    def wanted(self, position: int, identity: Identity, access: Access, peer: Peer) -> WantedFile:
-        """Return whose a remote file is."""
+    def wanted(
+        self, position: int, identity: ObjectVersion, access: Access, peer: Peer
+    ) -> WantedFile:
+        """Return a remote file with its owner and its name in the store."""
         place = access.place(identity.url)
         owner = None if place in self._common else peer.owner
         own = owner == (os.geteuid(), OWN)
@@ -169,17 +163,17 @@ class RemoteFiles:
         return WantedFile(position, identity, access, owner, name, place, file)
 
     def access_for(self, peer: Peer, access: Access, some: Sequence[str]) -> Access:
-        """Return with what URLs are read for a peer: an access that its user has passed before, if
-        it is the same, since that has connections.
+        """Return the access with which URLs are read for a peer. If its user has passed the same
+        access before, that object is returned, since it has connections.
 
-        Raises: ReadError: they are not read for this peer, or not with what the daemon has.
+        Raises: ReadError: the daemon does not read them for this peer, or not with its own access.
         """
         if self.own:
             if not peer.is_self:
                 raise ReadError(
-                    "the daemon reads remote files for its own user only",
+                    "this daemon reads remote files for its own user only",
                     path=shown(some[0]),
-                    hint="use a daemon of your own, or the machine's",
+                    hint="use your own daemon, or the machine's daemon",
                 )
             access.use_own(some)
         return self._accesses.setdefault((peer.owner, access.digest), access)
@@ -200,7 +194,7 @@ class RemoteFiles:
     ) -> list[OpenObject]:
         """Open objects for a peer; of those unproven, ask the origins whether it may read them.
 
-        Raises: what an origin says; ReadError: an object has changed, or cannot be opened. Then
+        Raises: the error of an origin; ReadError: an object has changed, or cannot be opened. Then
             none is open.
         """
         self._check(unproven, peer)
@@ -223,7 +217,7 @@ class RemoteFiles:
             except (MissingFile, UsageError) as error:
                 if not one.access.own:
                     raise
-                # The client has found it: it knows more of its file systems than the daemon.
+                # The client has found the file, so it has settings that the daemon lacks.
                 raise ReadError(error.message, path=error.path, hint=error.hint) from error
             same = found.size == one.identity.size and found.tag == one.identity.tag
             if not same or (found.modified and found.modified != one.identity.modified):
@@ -259,11 +253,11 @@ class RemoteFiles:
         pool = pool_of(owner, one.place)
         with self._lock:
             pools = self._pools.setdefault(owner, Counter())
-            if pool not in pools and len(pools) >= MOST_PLACES:
+            if pool not in pools and len(pools) >= MOST_ORIGINS:
                 raise ReadError(
-                    f"user {owner[0]} has files of {MOST_PLACES} origins open already",
+                    f"user {owner[0]} already has files of {MOST_ORIGINS} origins open",
                     path=shown(one.identity.url),
-                    hint="close readers",
+                    hint="close readers of other origins",
                 )
             pools[pool] += 1
         try:
@@ -315,7 +309,7 @@ def _for_all(call: Callable[[WantedFile], object], items: Sequence[WantedFile]) 
             else:
                 future.set_result(None)
 
-    # Not those of a pool: the daemon does not wait for them at its end.
+    # They are not threads of a pool, since the daemon must not wait for them when it ends.
     for _ in range(min(len(items), ASKED_AT_ONCE)):
         threading.Thread(target=work, name="ffserve-open", daemon=True).start()
     wait(futures)
@@ -343,25 +337,25 @@ def blocks_of(
 
 def identity_from(
     url: str, size: int, tag: object, modified: int, serves: Callable[[str], bool]
-) -> Identity:
-    """Return what a client says of a remote file.
+) -> ObjectVersion:
+    """Return the version of a remote file that a client names.
 
-    Args: serves: whether the daemon fetches a URL for it.
-    Raises: UsageError: it cannot be.
+    Args: serves: whether the daemon fetches a URL for this client.
+    Raises: UsageError: no file has such a version. ReadError: the daemon does not fetch the URL.
     """
     if not isinstance(tag, str) or len(tag) > MOST_TAG or not 0 <= modified < 1 << 62:
-        raise UsageError("invalid version of a remote file", path=shown(url))
+        raise UsageError("the client sent an invalid version of a remote file", path=shown(url))
     if len(url) > MOST_URL or not serves(url):
         raise ReadError(
             "the daemon does not fetch this URL",
             path=shown(url),
             hint=f"it fetches {', '.join(name + '://' for name in travelling())}",
         )
-    return Identity(url, size, tag, modified)
+    return ObjectVersion(url, size, tag, modified)
 
 
 def store_fault(config: ServerConfig) -> FFServeError | None:
-    """Return why the settings of the store cannot be used; None: they can, or there is none."""
+    """Return why the settings of the store cannot be used; None: they can, or are not set."""
     if not config.store_directory or config.store_access == "own":
         return None
     try:

@@ -1,10 +1,9 @@
-"""Scrubbing: while nobody asks for a sample, the daemon reads the files that jobs have open, and
-compares checksums.
+"""Scrubbing: an idle daemon reads the files that jobs have open, and compares checksums.
 
-So damage is found before a job meets it. A piece of a file is read past the page cache and checked
-in a thread; then it pauses for as long as the rate demands, and for as long as there are
+So damage is found before a job meets it. A thread reads a piece of a file past the page cache and
+checks it. Then scrubbing pauses for as long as the rate demands, and for as long as there are
 requests or reads. A wrong sample is read again (`reads/damage.py`); if it is wrong again, it is
-reported and counted as one that a job has met.
+reported and counted like a damaged sample that a job asked for.
 """
 
 from __future__ import annotations
@@ -36,15 +35,16 @@ from ffserve.server.users.threads import in_thread
 log = logging.getLogger("ffserve")
 
 PIECE_COUNT, PIECE_SIZE = 4096, 1 << 20
-"""Samples, and bytes of the file, of one piece, unless one sample or chunk is larger."""
+"""A piece has at most so many samples, and so many bytes unless one sample or chunk is larger."""
 LEAST_SIZE = 64 << 10
-"""Bytes that a piece counts at least: a read of few bytes takes as long."""
+"""A piece counts as so many bytes at least, since a read of fewer bytes takes as long."""
 MOST_GAP = 64 << 10
-"""Bytes between two samples at which a piece ends."""
+"""A piece ends where more bytes than this lie between two samples."""
 IDLE_S = 1.0
-"""How long nothing was asked for before a piece is read."""
+"""A piece is read when no sample was asked for during so long."""
 LOOK_S = 1.0
-"""Between two looks at the rate, whether the daemon is idle, and whether there is a file."""
+"""The scrubber looks so often at the rate, at whether the daemon is idle, and at whether there is a
+file."""
 
 
 @dataclass(slots=True)
@@ -69,8 +69,8 @@ class ScrubPiece:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A sample that is damaged or cannot be read: its index in its file, its error, its record as
-    of `explaining.look`."""
+    """A sample that is damaged or cannot be read: its index in its file, its error, and its record
+    as in `explaining.FailedSample`."""
 
     index: int
     error: FFServeError
@@ -78,7 +78,7 @@ class Damage:
 
 
 class Scrubber:
-    """See the module's text.
+    """Reads the open files while the daemon is idle.
 
     Args:
         is_idle: whether no request waits and no read is in flight.
@@ -100,11 +100,11 @@ class Scrubber:
         self._is_idle = is_idle
         self._failed = failed
         self.rate = 0
-        """Bytes a second; 0: none."""
+        """Bytes per second; 0: the files are not read."""
         self._pieces: Iterator[ScrubPiece | None] = iter(())
         self._asked, self._idle_since = 0, 0.0
         self.passes = 0
-        """How often all files were read to their end."""
+        """So many times all files were read to their end."""
         self.size = 0
         """Bytes read."""
 
@@ -122,8 +122,12 @@ class Scrubber:
                         self._report(piece.shard, damage)
                         await asyncio.sleep(0)
                     size = piece.size
-                except (OSError, MemoryError) as error:  # no descriptor, no memory
-                    self._fail(piece.shard, piece.first, ReadError(f"cannot scrub: {error}"))
+                except (OSError, MemoryError) as error:  # no descriptor or no memory is left
+                    self._fail(
+                        piece.shard,
+                        piece.first,
+                        ReadError(f"cannot read the file to scrub it: {error}"),
+                    )
                 except Exception:
                     log.exception("internal error while scrubbing %s", piece.shard.path)
             self.size += size
@@ -140,7 +144,7 @@ class Scrubber:
             left -= seconds * rate
 
     def _idle(self, now: float) -> bool:
-        """Whether nothing was asked for lately."""
+        """Whether no sample was asked for during IDLE_S."""
         asked = self._cache.counters.asked
         if asked != self._asked or not self._is_idle():
             self._asked, self._idle_since = asked, now
@@ -164,7 +168,8 @@ class Scrubber:
         self.passes += found
 
     def _piece(self, shard: OpenShard, position: int) -> tuple[ScrubPiece | None, int]:
-        """Return what begins at a sample or chunk, and where the next one begins."""
+        """Return the piece that begins at a sample or chunk, and where the next piece begins.
+        None: it has no bytes."""
         directory = self._directory
         if shard.chunked is not None:
             chunks = shard.chunked.chunks
@@ -188,7 +193,7 @@ class Scrubber:
 
     def _report(self, shard: OpenShard, damage: Damage) -> None:
         """A sample is damaged, or its file has changed."""
-        if _is_scrubbed(shard):  # else nobody has it open by now
+        if _is_scrubbed(shard):  # else no session has it open by now
             if shard.contradiction is not None:
                 self._catalog.set_stale(shard)
             self._fail(shard, damage.index, explained(shard, damage.error))
@@ -210,7 +215,7 @@ def _count(shard: OpenShard) -> int:
 
 
 def _check_and_close(fd: int, piece: ScrubPiece) -> list[Damage]:
-    """In a thread for which the daemon does not wait at its end: it closes the descriptor."""
+    """Check a piece and close the descriptor, in a thread for which the daemon does not wait."""
     try:
         damage = check(fd, piece)
         for each in damage:
@@ -222,7 +227,7 @@ def _check_and_close(fd: int, piece: ScrubPiece) -> list[Damage]:
 
 
 def check(fd: int, piece: ScrubPiece) -> list[Damage]:
-    """Return the damage of a piece. Any thread."""
+    """Return the damage of a piece. It may run in any thread."""
     if piece.chunk >= 0:
         error = _chunk_error(fd, piece)
         return [] if error is None else [Damage(piece.first, error, (int(piece.begins[0]), 0, 0))]

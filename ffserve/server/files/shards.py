@@ -16,10 +16,10 @@ from ffserve.disk.shardfile import Contradiction, FileState
 from ffserve.formats.base import ChunkedShard
 from ffserve.server.files.preparations import Preparation, Preparations
 from ffserve.server.files.remote import RemoteShard
-from ffserve.server.users.access import Owner, Viewer, viewer_of
 from ffserve.server.users.domains import Domain
+from ffserve.server.users.peers import Owner, Viewer, viewer_of
 from ffserve.store.access import Access
-from ffserve.store.origin import Identity as RemoteIdentity
+from ffserve.store.origin import ObjectVersion
 
 Identity: TypeAlias = tuple[int, int, int, int, int]
 """A file as the client sees it: device, inode, size, mtime, ctime."""
@@ -64,18 +64,18 @@ class ShardKey(NamedTuple):
 
 
 _PREPARED_BY = re.compile(r"(.*) ([0-9]{1,19}) ([0-9a-f]{64})", re.DOTALL)
-"""The path of a row of prepared samples: name of the preparation, first index, key."""
+"""The path in a row of prepared samples: name of the preparation, first index, key."""
 SUFFIX_LENGTH = 16
-"""Characters of a name in an alias: the suffix may decide what the format is."""
+"""An alias has so many characters of the end of a name: the suffix may decide the format."""
 
 
 @dataclass(slots=True, eq=False)
 class OpenShard:
     """A shard in the tables of the daemon.
 
-    path: the name that the client gave who opened it first. fd: -1 while it is closed. sessions:
-    data sets of sessions that contain it; holders: the same by owner. proven: who has passed a
-    descriptor of it.
+    path: the name by which the first client opened it. fd: -1 while it is closed. sessions: how
+    many data sets of sessions contain it; holders: the same by owner. proven: the owners that have
+    passed a descriptor of it.
     """
 
     key: ShardKey
@@ -89,7 +89,7 @@ class OpenShard:
     fingerprint: int
     alignment: int
     cached_fd: int
-    """The file through the page cache, -1 for none; see `page_cache.open_cached`."""
+    """The file through the page cache, -1: not open; see `page_cache.open_cached`."""
     payload_size: int
     device: int
     scanned: str | None
@@ -99,26 +99,25 @@ class OpenShard:
     holders: dict[Owner, int] = field(default_factory=dict)
     proven: frozenset[Owner] = frozenset()
     names: dict[Viewer, str] = field(default_factory=dict)
-    """By user who has passed a descriptor: the path that this user gave."""
+    """The path of each user who has passed a descriptor."""
     aliases: tuple[Alias, ...] = ()
     preparation: Preparation | None = None
-    """Its samples are prepared by clients, and it has no file."""
+    """Of a shard whose samples clients prepare. It has no file."""
     first: int = 0
-    """Of prepared samples: the index of the first one, on which they may depend."""
+    """Of a prepared shard: the index of its first sample, on which the samples may depend."""
     contradiction: Contradiction | None = None
-    """Why its tables contradict its file. It is found out in any thread; `HeldShards.set_stale`
-    follows."""
+    """Why its tables contradict its file. Any thread may set it; `HeldShards.set_stale` follows."""
     stale: bool = False
-    """The file has other records by now; the next data set with it opens it anew."""
+    """Whether the file has other records by now. The next data set opens the file anew."""
     idle_since: float = 0.0
     damaged: int = 0
-    """Samples that were found damaged."""
+    """So many samples were found damaged."""
     _damaged: bytearray = field(default_factory=bytearray)
-    """A bit for each sample, once one was found."""
+    """A bit for each sample, once a damaged one was found."""
     remote: RemoteShard | None = None
     """Its file is an object of the store."""
     adopted: bool = False
-    """It is a predecessor's, and nobody has passed a descriptor of it yet."""
+    """Whether it is a predecessor's, and no client has passed a descriptor of it yet."""
 
     @property
     def opened(self) -> FileState:
@@ -135,8 +134,8 @@ class OpenShard:
 
 @dataclass(slots=True, eq=False)
 class PassedFile:
-    """A descriptor that a client passed for a file of its OPEN, -1 once it is closed; `index`: of
-    its index file."""
+    """A descriptor that a client passed for a file of its OPEN; -1 once it is closed. index: a
+    descriptor of its index file."""
 
     position: int
     fd: int
@@ -147,9 +146,9 @@ class PassedFile:
 class Request:
     """An OPEN: which files, and how.
 
-    paths: the client's names; nothing is opened by them. URLs are without secrets. identities: as
-    the client sees the files. remote: the versions of remote files, by position, and with what the
-    client reaches their origins.
+    paths: the client's names. The daemon opens no file by them. URLs are without secrets.
+    identities: the files as the client sees them. remote: the versions of remote files, by
+    position. access: reaches their origins.
     """
 
     paths: list[str]
@@ -157,10 +156,10 @@ class Request:
     format: str | None
     verify: bool
     tolerant: bool
-    remote: dict[int, RemoteIdentity] = field(default_factory=dict)
+    remote: dict[int, ObjectVersion] = field(default_factory=dict)
     access: Access | None = None
     aliases: list[Alias] = field(default_factory=list)
-    """By position, as the client sees the files; `name` makes them."""
+    """By position; `name` makes them."""
 
     def name(self, positions: range) -> None:
         """Make the aliases of the next positions."""
@@ -173,8 +172,8 @@ class Request:
 
 
 Passing: TypeAlias = Callable[[list[int]], Awaitable[list[PassedFile]]]
-"""Asks the client for descriptors of at most MOST_FILES positions; returns the first few of them,
-one at least. Raises an FFServeError when none come."""
+"""Asks the client for descriptors of at most MOST_FILES positions, and returns those of the first
+few of them, at least one. Raises an FFServeError when none come."""
 
 
 def prepared_key(
@@ -213,7 +212,7 @@ def prepared_shard(
 
 
 def row_of(shard: OpenShard) -> ShardRow:
-    """Return what a successor needs to know of a shard."""
+    """Return the row of a shard in the inventory, for a successor."""
     key, asked = shard.key, shard.key.format
     flags = (
         (key.verify and VERIFIED)
@@ -242,8 +241,8 @@ def row_of(shard: OpenShard) -> ShardRow:
 
 
 def preparation_of(row: ShardRow) -> tuple[str, int, bytes] | None:
-    """Return by what the samples of a row were prepared: name, index of the first one, key. None:
-    the row does not say it."""
+    """Return how the samples of a row were prepared: name of the preparation, index of the first
+    sample, key. None: the row does not say it."""
     found = _PREPARED_BY.fullmatch(row.path)
     if found is None:
         return None
@@ -252,7 +251,7 @@ def preparation_of(row: ShardRow) -> tuple[str, int, bytes] | None:
 
 
 def closed_shard(row: ShardRow, domain: Domain, preparations: Preparations) -> OpenShard:
-    """Return a shard of a predecessor, as one that was closed."""
+    """Return a shard of a predecessor as a closed one."""
     verify, tolerant = bool(row.flags & VERIFIED), bool(row.flags & TOLERANT)
     identity = FileIdentity(*row.identity)
     key = ShardKey(identity, row.asked or None, verify, tolerant, domain.owner)

@@ -32,6 +32,7 @@ from ffserve.config import ServerConfig, format_size, merge_live
 from ffserve.disk.files import os_error, raise_file_limit
 from ffserve.engine.io import ring_refusal
 from ffserve.errors import FFServeError, ReadError, UsageError
+from ffserve.limits import LEAST_FILES, OWN_SIZE
 from ffserve.server.files.remote import store_fault, try_store
 from ffserve.server.life.fd_store import forget, keep, memory_of, notify, passed
 from ffserve.server.life.handover import DRAIN_S, LISTENER, LOCK, give, take_from
@@ -57,11 +58,6 @@ SETTLE_INTERVAL_S = 1.0
 """How often a daemon that took memory over looks for leases of its predecessor."""
 EXIT_FAULT = 1
 """Exit code after an internal error; systemd starts the daemon again."""
-LEAST_FILES = 64
-"""Descriptors: the daemon itself needs two dozen, and some more for each client that connects."""
-OWN_SIZE = 32 * 1024 * 1024
-"""Memory of a daemon beside its arena when it starts, with a margin. Tables of samples and orders
-come on top (docs/CONFIGURATION.md)."""
 
 
 def check(config: ServerConfig, ignored: Sequence[str] = ()) -> None:
@@ -113,7 +109,7 @@ def serve(
     start_logging(config.log_level, config.log_format)
     check(config, ignored)  # all of it before another daemon hands over, which ends that one
     try_store(config)
-    signals = _Signals()
+    signals = _DaemonSignals()
     sockets, kept = passed()
     lock: int | None = None
     if sockets:
@@ -167,7 +163,7 @@ def memory_fault(config: ServerConfig, memory: int) -> UsageError | None:
     )
 
 
-class _Signals:
+class _DaemonSignals:
     """The signals that the daemon handles. They may come before its loop handles them.
 
     A daemon with a terminal gets SIGHUP when the terminal is closed.
@@ -208,7 +204,7 @@ async def _run(
     http_listener: socket.socket | None,
     kept: dict[str, int],
     load: Callable[[], ServerConfig],
-    signals: _Signals,
+    signals: _DaemonSignals,
 ) -> bool:
     """Serve until the end; return whether another daemon took over."""
     loop = asyncio.get_running_loop()
@@ -278,7 +274,7 @@ async def _end(
             {LISTENER: listener.fileno(), LOCK: lock, **memory_of(state.memory, state.domains)},
         )
     except OSError as error:
-        log.warning("the daemon that was to take over is gone: %s", error)
+        log.warning("the daemon that was taking over has ended: %s", error)
         return False
     return True
 
@@ -294,7 +290,9 @@ def _state(config: ServerConfig, fds: dict[str, int]) -> ServerState:
     try:
         kept = take(fds, config)
     except ReadError as error:
-        log.warning("starting with empty memory, that of the daemon before is not used: %s", error)
+        log.warning(
+            "starting with empty memory; the memory of the previous daemon is not used: %s", error
+        )
         kept, left = None, names
     else:
         left = list(fds)
@@ -400,7 +398,7 @@ async def _stop_when_idle(server: Server, stop: asyncio.Event) -> None:
             break
         # The setting can change.
         await asyncio.sleep(min(left_s, IDLE_CHECK_S) if timeout_s else IDLE_CHECK_S)
-    log.info("no client for %g s", timeout_s)
+    log.info("no client has been connected for %g s", timeout_s)
     stop.set()
 
 
@@ -521,7 +519,7 @@ def _open_lock(path: str) -> int:
         return fd
     os.close(fd)
     raise UsageError(
-        "the lock file of the socket is not a file of the daemon's user alone",
+        "the lock file of the socket does not belong to the daemon's user alone",
         path=path,
         hint="remove it, or choose another path with --socket",
     )

@@ -40,8 +40,8 @@ def notify(state: str, *fds: int) -> None:
 
 
 def passed() -> tuple[list[socket.socket], dict[str, int]]:
-    """Return what the service manager passed: sockets, and the descriptors of the daemon before by
-    name. Others are closed. A second call returns nothing."""
+    """Return what the service manager passed: sockets, and the descriptors of the previous daemon
+    by name. Others are closed. A second call returns nothing."""
     sockets: list[socket.socket] = []
     kept: dict[str, int] = {}
     count, pid = os.environ.pop("LISTEN_FDS", ""), os.environ.pop("LISTEN_PID", "")

@@ -23,16 +23,17 @@ from ffserve.errors import (
     ServerUnavailable,
     UsageError,
 )
-from ffserve.server.users.access import Credentials, Peer
+from ffserve.server.users.peers import Credentials, Peer
 
 LISTENER, LOCK = "listener", "lock"
 """The names of the listening socket and of the lock on its path."""
 CONNECT_TIMEOUT_S = 5.0
-"""For the greeting."""
+"""The new daemon waits for the answer to its greeting for so long."""
 TIMEOUT_S = 30.0
-"""For all descriptors: the old daemon ends its reads first."""
+"""The new daemon waits for all descriptors for so long: the old daemon ends its reads first."""
 DRAIN_S = 0.25
-"""How long the old daemon waits for requests under way; clients repeat the others."""
+"""The old daemon waits for requests under way for so long; clients repeat the requests that it
+did not answer."""
 FDS_AT_ONCE = 64
 
 
@@ -138,7 +139,9 @@ def _handed(sock: socket.socket) -> Iterator[tuple[list[str], list[int]]]:
 
 def _checked(path: str, fds: dict[str, int]) -> tuple[socket.socket, int, dict[str, int]]:
     """Return the listening socket, the lock, and the rest."""
-    wrong = ProtocolError("the daemon handed over no socket of this path, or no lock", path=path)
+    wrong = ProtocolError(
+        "the daemon handed over no listening socket of this path, or no lock", path=path
+    )
     if LISTENER not in fds or LOCK not in fds:
         raise wrong
     lock = os.fstat(fds[LOCK])

@@ -19,16 +19,13 @@ from typing import TypeAlias
 
 from ffserve.config import LogFormat
 from ffserve.errors import printable
+from ffserve.limits import MOST_LOG_KEYS, MOST_LOG_LINE, MOST_LOG_LINES, MOST_USER_LOG_KEYS
 
 log = logging.getLogger("ffserve")
 
 FIRST_INTERVAL_S, LONGEST_INTERVAL_S = 60.0, 3600.0
-"""Between two lines about the same: it doubles while it goes on."""
-MOST_KEYS, MOST_OF_USER = 1024, 32
-"""Files, users and devices of which repetitions are counted apart, and those that one user causes;
-beyond, together."""
-MOST_LINES, MOST_LINE = 100, 500
-"""Lines that are kept for STATUS, and characters of each."""
+"""The interval between two lines about the same event. It doubles while the event goes on, up to
+LONGEST_INTERVAL_S."""
 NOBODY = -1
 """The user of a line that no user caused."""
 
@@ -39,7 +36,7 @@ _PRIORITIES = {
     logging.ERROR: 3,
     logging.CRITICAL: 2,
 }
-"""By level: the numbers of syslog(3)."""
+"""The priorities of syslog(3), by level."""
 
 
 # ---- formats -----------------------------------------------------------------------------------
@@ -120,10 +117,10 @@ class LatestLines(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._lines: deque[Line] = deque(maxlen=MOST_LINES)
+        self._lines: deque[Line] = deque(maxlen=MOST_LOG_LINES)
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage().encode(errors="backslashreplace").decode()[:MOST_LINE]
+        text = record.getMessage().encode(errors="backslashreplace").decode()[:MOST_LOG_LINE]
         user = getattr(record, "user", NOBODY)
         self._lines.append(Line(record.created, record.levelname.lower(), text, user))
 
@@ -137,7 +134,7 @@ class LatestLines(logging.Handler):
 
 
 latest = LatestLines()
-"""Those of this process."""
+"""The latest lines of this process."""
 
 
 # ---- what repeats ------------------------------------------------------------------------------
@@ -149,7 +146,7 @@ _Place: TypeAlias = tuple[str, int, Hashable]
 
 @dataclass(slots=True)
 class _Repeated:
-    """What happens again: the time of its next line, and how often it happened since the last."""
+    """A repeated event: the time of its next line, and how often it happened since the last one."""
 
     level: int
     next_at: float
@@ -186,9 +183,9 @@ class RepeatedLines:
         self, level: int, text: str, arguments: tuple[object, ...], place: _Place, now: float
     ) -> None:
         user = place[1]
-        if place not in self._lines and self._of_user[user] >= MOST_OF_USER:
+        if place not in self._lines and self._of_user[user] >= MOST_USER_LOG_KEYS:
             place = text, user, None
-        if place not in self._lines and len(self._lines) >= MOST_KEYS:
+        if place not in self._lines and len(self._lines) >= MOST_LOG_KEYS:
             place = text, NOBODY, None
         line = text % arguments
         repeated = self._lines.get(place)

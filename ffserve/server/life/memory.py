@@ -11,20 +11,17 @@ from ffserve.cache.adoption import Adopted
 from ffserve.cache.arena import Arena
 from ffserve.cache.cache import Cache
 from ffserve.cache.inventory import Inventory
-from ffserve.cache.next_use import SMALLEST_LIMIT, NextUse
+from ffserve.cache.next_use import NextUse
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.config import ServerConfig
 from ffserve.dtypes import Int64s
 from ffserve.engine.shm import retract
 from ffserve.errors import ReadError
+from ffserve.limits import LEAST_ORDERS_SIZE, ORDERS_SHARE
 from ffserve.server.life.restart import PAGE_NAME, KeptMemory, terms_of
-from ffserve.server.users.access import namespace_marks
+from ffserve.server.users.peers import namespace_marks
 from ffserve.system.machine import usable_memory
 from ffserve.system.memfd import SharedMemory
-
-ORDERS_SHARE = 4
-"""Announced orders take at most 1 part in ORDERS_SHARE of the arena's size (SMALLEST_LIMIT at
-least) as memory of their own, and at most half of the memory beside the arena."""
 
 
 class DaemonMemory:
@@ -66,7 +63,7 @@ class DaemonMemory:
             self.inventory.leases,
         )
         self.adopted: Adopted | None = None
-        """What was taken over."""
+        """The samples that were taken over."""
 
     def _retract(self, firsts: Int64s, counts: Int64s, slots: Int64s, sizes: Int64s) -> None:
         retract(
@@ -100,7 +97,7 @@ def _kept(config: ServerConfig, kept: KeptMemory) -> tuple[Arena, SharedMemory, 
 def orders_limit(arena_size: int) -> int:
     """Return how many bytes announced orders may take beside an arena of this size."""
     left = max(usable_memory() - arena_size, 0)
-    return min(max(SMALLEST_LIMIT, arena_size // ORDERS_SHARE), left // 2)
+    return min(max(LEAST_ORDERS_SIZE, arena_size // ORDERS_SHARE), left // 2)
 
 
 def _new(config: ServerConfig) -> tuple[Arena, SharedMemory]:

@@ -36,9 +36,10 @@ log = logging.getLogger("ffserve")
 _STEP = 2 * 1024 * 1024
 _STEP_BACK = 32 * _STEP
 _CHECKED_SIZE = 32 * _STEP
-"""How much memory must be free before pages are taken ahead."""
+"""So many bytes of memory must be free before pages are taken ahead."""
 CALM_S = 1.0
-"""Registering 128 MiB keeps an I/O thread for some milliseconds."""
+"""No pages are taken ahead for so long after a part of the arena moved to another domain:
+registering 128 MiB occupies an I/O thread for some milliseconds."""
 
 
 class Memory(Protocol):
@@ -273,7 +274,7 @@ class Pages:
 
     def _is_free(self, start: int, wanted: int) -> bool:
         """Whether there is memory for the next pages. In a container that started again, clients
-        that have not moved yet hold the arena of the daemon before, against the same limit."""
+        that have not moved yet hold the arena of the previous daemon, against the same limit."""
         if start < self._free_to <= wanted:
             return True
         size = min(_CHECKED_SIZE, wanted - start)

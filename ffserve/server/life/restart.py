@@ -33,30 +33,33 @@ from ffserve.cache.tables import CAPACITY, REGION_UNIT
 from ffserve.config import ServerConfig, format_size
 from ffserve.engine.codec import CRC_32, CRC_32C, CRC_NONE
 from ffserve.errors import ReadError
+from ffserve.limits import MOST_DOMAINS
 from ffserve.server.files.shards import preparation_of
-from ffserve.server.users.access import HOST, OWN, Owner, namespace_marks
-from ffserve.server.users.domains import MOST_DOMAINS, KeptDomain
+from ffserve.server.users.domains import (
+    KeptDomain,
+)
+from ffserve.server.users.peers import HOST, OWN, Owner, namespace_marks
 from ffserve.system.memfd import MemoryFile
 
 log = logging.getLogger("ffserve")
 
 PAGE_NAME = "ffserve-page"
 FILE_NAMES = ("ffserve-arena", "ffserve-directory", "ffserve-index")
-"""Of a domain; its serial follows."""
+"""The names of the files of a domain; its serial follows each name."""
 MOST_ATTEMPTS = 3
-"""Daemons that may end while they take over the same memory."""
+"""Memory is not used after so many daemons have ended while they were taking it over."""
 QUARANTINE_S = 60.0
-"""How long slots that were being filled are not used: the kernel may write to them after the death
-of a process, 31 to 198 ms as measured."""
+"""Slots that were being filled are not used for so long: the kernel may write to them after a
+process has died, 31 to 198 ms later as measured."""
 RETURN_S = 30.0
-"""How long the samples of a predecessor are kept for jobs that have not come back."""
+"""The samples of a predecessor are kept for so long for jobs that have not come back."""
 
 _SMALLEST_CAPACITY = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class KeptMemory:
-    """What a predecessor left, checked. domains: the first one at the front. shards: rising."""
+    """The memory of a predecessor, checked. domains: by number. shards: by first sample."""
 
     page: MemoryFile
     inventory: Inventory
@@ -122,7 +125,7 @@ def take(fds: dict[str, int], config: ServerConfig) -> KeptMemory:
             undo.pop_all()
             kept = sorted(domains.values(), key=lambda each: each.number)
             return KeptMemory(page, inventory, kept, shards)
-        raise ReadError("the first domain is lost")
+        raise ReadError("the memory of the first domain is missing")
 
 
 def _check(inventory: Inventory, config: ServerConfig) -> None:
@@ -130,20 +133,24 @@ def _check(inventory: Inventory, config: ServerConfig) -> None:
     get = inventory.get
     limit = get("slab_size") * get("slabs")
     if bytes(inventory.header["terms"][0]) != terms_of(config):
-        raise ReadError("the daemon had another user, other groups or another value of 'common'")
+        raise ReadError(
+            "the previous daemon had another user, other groups or another value of 'common'"
+        )
     if get("state") == IN_DOUBT:
-        raise ReadError("the daemon before ended by an internal error")
+        raise ReadError("the previous daemon ended with an internal error")
     if get("attempts") >= MOST_ATTEMPTS:
-        raise ReadError(f"the last {get('attempts')} daemons ended while they took it over")
+        raise ReadError(
+            f"the last {get('attempts')} daemons ended while they were taking over this memory"
+        )
     if config.arena_size > limit:
         raise ReadError(
-            f"an arena of {format_size(config.arena_size)} does not fit into its "
+            f"an arena of {format_size(config.arena_size)} does not fit into the kept memory of "
             f"{format_size(limit)}"
         )
     if config.arena_size < 4 * get("slab_size"):
         raise ReadError(
-            f"an arena of {format_size(config.arena_size)} cannot have its slabs of "
-            f"{format_size(get('slab_size'))}"
+            f"an arena of {format_size(config.arena_size)} cannot have the slabs of the kept "
+            f"memory, which have {format_size(get('slab_size'))} each"
         )
     if not 0 < get("generation") < 1 << 40:
         raise ReadError(f"the inventory has an invalid generation: {get('generation')}")
@@ -180,13 +187,13 @@ def _check_domain(
     kind, serial, number, uid, namespace = row
     owner = (uid, namespace) if kind == OWNED else None
     if kind not in (COMMON, OWNED, UNCLAIMED) or (kind == UNCLAIMED and number):
-        raise ReadError(f"its kind is {kind}")
+        raise ReadError(f"the domain has an invalid kind: {kind}")
     if serial <= 0 or not 0 <= number < MOST_DOMAINS or number in {d.number for d in others}:
-        raise ReadError(f"its number is {number}")
+        raise ReadError(f"the domain has an invalid number: {number}")
     if kind != UNCLAIMED and owner in {each.owner for each in others if each.claimed}:
-        raise ReadError("there is another one of its owner")
+        raise ReadError("another domain belongs to the same owner")
     if owner is not None and not _lasts(inventory, owner):
-        raise ReadError("nobody knows its owner any more")
+        raise ReadError("the user namespace of its owner has ended")
 
 
 def _files(
@@ -200,7 +207,7 @@ def _files(
         raise ReadError(f"the descriptor {missing[0]} is missing")
     found = {os.fstat(fds[name]).st_ino for name in names}
     if len(found) < len(names) or found & inodes:
-        raise ReadError("one of its files has another name as well")
+        raise ReadError("one of its files was passed under two names")
     arena, directory, index = (
         MemoryFile.adopted(kind, fds[name], size)
         for kind, name, size in zip(FILE_NAMES, names, sizes, strict=True)

@@ -21,24 +21,17 @@ from numpy.typing import NDArray
 
 from ffserve.cache.tables import Directory
 from ffserve.dtypes import Int64s
+from ffserve.limits import LEAST_WAITING, MOST_HELD, MOST_USER_CLAIMED
 from ffserve.protocol import ELSEWHERE, MOST_CLAIMED, READABLE, UNSHARED, YOURS
 
 CLAIM_S = 30.0
-"""After that a claim goes to those who wait for it."""
-MOST_HELD = 8192
-"""Samples that one data set of a session has claimed."""
-MOST_OF_USER = 1 << 18
-"""Samples that one user has claimed or waits for, in all sessions. Beyond, nothing is shared."""
-LEAST_WAITING = 64
-"""A CLAIM that waits counts as so many samples at least."""
-MOST_WAITING = 64
-"""CLAIMs of one data set of a session that wait."""
+"""A claim that is older goes to a session that waits for it."""
 
 States: TypeAlias = NDArray[np.uint8]
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
+class WaitingClaim:
     """A CLAIM that is answered when no other holder prepares its samples.
 
     shared: whether the preparation is still shared. answer: takes the states. later: called when
@@ -49,24 +42,24 @@ class Waiting:
     numbers: Int64s
     shared: Callable[[], bool]
     answer: Callable[[States], object]
-    later: Callable[[Waiting], object]
-    claim: _Claim | None = None
-    """That it waits for. When that has ended, it waits for the next one, if there is any."""
+    later: Callable[[WaitingClaim], object]
+    claim: _HeldClaim | None = None
+    """The claim that this one waits for. When that has ended, it waits for the next, if any."""
 
     @property
     def amount(self) -> int:
-        """What it counts as, of what a user may have."""
+        """How many samples it counts as, of those that a user may have."""
         return max(len(self.numbers), LEAST_WAITING)
 
 
 @dataclass(slots=True, eq=False)
-class _Claim:
+class _HeldClaim:
     """handed_over: the sample is being copied. waiting: in the order in which they came."""
 
     holder: object
     since: float
     handed_over: bool = False
-    waiting: dict[Waiting, None] | None = None
+    waiting: dict[WaitingClaim, None] | None = None
 
 
 class Claims:
@@ -83,11 +76,11 @@ class Claims:
     ) -> None:
         self._directory = directory
         self._user_of = user_of
-        self._claims: dict[int, _Claim] = {}
-        self._awaited: dict[int, _Claim] = {}
-        """Those that somebody waits, or has waited, for."""
+        self._claims: dict[int, _HeldClaim] = {}
+        self._awaited: dict[int, _HeldClaim] = {}
+        """Claims that a session waits, or has waited, for."""
         self._held: dict[object, set[int]] = {}
-        self._waiting: dict[object, set[Waiting]] = {}
+        self._waiting: dict[object, set[WaitingClaim]] = {}
         self._amounts: Counter[object] = Counter()
         """Samples that each user has claimed, or waits for."""
 
@@ -100,7 +93,7 @@ class Claims:
         states = np.full(len(numbers), READABLE, np.uint8)
         absent = np.flatnonzero(directory.entries["seq"][numbers] & 1 == 0)
         held, user = self._held.setdefault(holder, set()), self._user_of(holder)
-        room = len(held) + min(MOST_HELD - len(held), MOST_OF_USER - self._amounts[user])
+        room = len(held) + min(MOST_HELD - len(held), MOST_USER_CLAIMED - self._amounts[user])
         before = len(held)
         taken = directory.slot_of[numbers[absent]] != 0
         for k, number, loading in zip(
@@ -113,7 +106,7 @@ class Claims:
             elif loading or len(held) >= room:
                 states[k] = UNSHARED
             else:
-                self._claims[number] = _Claim(holder, now)
+                self._claims[number] = _HeldClaim(holder, now)
                 held.add(number)
                 states[k] = YOURS
         self._count(user, len(held) - before)
@@ -126,10 +119,10 @@ class Claims:
         if not self._amounts[user]:
             del self._amounts[user]
 
-    def wait(self, waiting: Waiting, now: float) -> None:
+    def wait(self, waiting: WaitingClaim, now: float) -> None:
         """As `claim`; answer when none of the samples is claimed by another holder any more."""
         holder, user = waiting.holder, self._user_of(waiting.holder)
-        if self._amounts[user] + waiting.amount > MOST_OF_USER:
+        if self._amounts[user] + waiting.amount > MOST_USER_CLAIMED:
             states = self.claim(holder, waiting.numbers, now)
             states[states == ELSEWHERE] = UNSHARED
             waiting.answer(states)
@@ -142,7 +135,7 @@ class Claims:
         """Return how many CLAIMs of a holder wait."""
         return len(self._waiting.get(holder, ()))
 
-    def settle(self, waiting: Waiting, now: float) -> None:
+    def settle(self, waiting: WaitingClaim, now: float) -> None:
         """Answer a CLAIM, or wait for what another holder has claimed."""
         if waiting not in self._waiting.get(waiting.holder, ()):
             return
@@ -158,7 +151,7 @@ class Claims:
             claim.waiting = {}
         claim.waiting[waiting] = None
 
-    def _elsewhere(self, waiting: Waiting, now: float) -> _Claim | None:
+    def _elsewhere(self, waiting: WaitingClaim, now: float) -> _HeldClaim | None:
         """Return a claim that a CLAIM has to wait for; old ones end."""
         numbers = waiting.numbers
         for number in numbers[self._directory.entries["seq"][numbers] & 1 == 0].tolist():
@@ -171,7 +164,7 @@ class Claims:
             self.end(claim.holder, [number])
         return None
 
-    def _answer(self, waiting: Waiting, states: States) -> None:
+    def _answer(self, waiting: WaitingClaim, states: States) -> None:
         mine = self._waiting[waiting.holder]
         mine.discard(waiting)
         if not mine:
@@ -179,7 +172,7 @@ class Claims:
         self._stop_waiting(waiting)
         waiting.answer(states)
 
-    def _stop_waiting(self, waiting: Waiting) -> None:
+    def _stop_waiting(self, waiting: WaitingClaim) -> None:
         self._count(self._user_of(waiting.holder), -waiting.amount)
         if waiting.claim is not None and waiting.claim.waiting is not None:
             waiting.claim.waiting.pop(waiting, None)
@@ -199,7 +192,7 @@ class Claims:
     def end(self, holder: object, numbers: list[int]) -> None:
         """These claims of a holder have ended: the samples are in memory, or free to be claimed."""
         held = self._held.get(holder, set())
-        before, woken = len(held), list[Waiting]()
+        before, woken = len(held), list[WaitingClaim]()
         for number in numbers:
             if number not in held:
                 continue

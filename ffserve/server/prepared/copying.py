@@ -19,12 +19,11 @@ from ffserve.cache.cache import Load
 from ffserve.cache.tables import Directory
 from ffserve.engine.shm import publish_run
 from ffserve.errors import STATUS_TRUNCATED, Failure
+from ffserve.limits import MEMORY_FILES_SHARE
 from ffserve.reads.records import Failures
 from ffserve.server.users.threads import UserThreads
 from ffserve.system.memfd import SharedMemory
 
-MEMORY_FILES_SHARE = 16
-"""Files that prepared samples come through are 1 part in MEMORY_FILES_SHARE of the descriptors."""
 _ONE = np.zeros(1, np.int64)
 
 

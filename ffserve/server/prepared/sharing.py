@@ -1,4 +1,4 @@
-"""Sharing: PREPARE, CLAIM, PUT, DISTRUST of one session; `prepared.py` has the claims of all."""
+"""Sharing: PREPARE, CLAIM, PUT, DISTRUST of one session; `claims.py` has the claims of all."""
 
 from __future__ import annotations
 
@@ -13,28 +13,32 @@ from ffserve import protocol
 from ffserve.dataset.layout import Layout
 from ffserve.dtypes import Int64s, UInt64s
 from ffserve.errors import FFServeError, ProtocolError, ReadError, UsageError
+from ffserve.limits import MOST_NAME, MOST_WAITING
 from ffserve.server.files.preparations import Preparation
-from ffserve.server.prepared.claims import MOST_WAITING, Waiting
+from ffserve.server.prepared.claims import WaitingClaim
 from ffserve.server.reading.requests import SampleRequest
 from ffserve.server.sessions.context import READY, SessionContext
-from ffserve.server.sessions.datasets import MOST_NAME, OpenDataset, Steps
+from ffserve.server.sessions.datasets import (
+    OpenDataset,
+    Steps,
+)
 from ffserve.server.sessions.opened import SessionDatasets
 from ffserve.server.users.shares import Bound
 
 EVICTED_COUNT = 1024
-"""Prepared samples that are evicted in one step."""
+"""One step evicts so many prepared samples."""
 
 
 @dataclass(slots=True, eq=False)
 class PrepareRequest:
-    """What a PREPARE asks for. source: the data set, which stays open meanwhile."""
+    """The content of a PREPARE message. source: the data set, which stays open meanwhile."""
 
     source: OpenDataset
     key: bytes
     name: str
 
 
-class Requests(Protocol):
+class SessionRequests(Protocol):
     """What sharing needs of the requests of its session: a PUT is one of them."""
 
     def may_ask(self, now: float) -> Generator[Bound, float, float]:
@@ -57,7 +61,7 @@ class Requests(Protocol):
 
 
 class Sharing:
-    """What a session does with prepared samples.
+    """The part of a session that shares prepared samples.
 
     Args:
         preparer: called with the tag and what is asked for to get the memory file; `opened` or
@@ -66,7 +70,7 @@ class Sharing:
 
     def __init__(
         self,
-        requests: Requests,
+        requests: SessionRequests,
         datasets: SessionDatasets,
         context: SessionContext,
         preparer: Callable[[int, PrepareRequest], None] | None,
@@ -87,9 +91,9 @@ class Sharing:
             or not isinstance(name, str)
             or len(name) > MOST_NAME
         ):
-            raise ProtocolError("invalid PREPARE message: key or name is invalid")
+            raise ProtocolError("invalid PREPARE message: the key or the name is invalid")
         if source.preparation is not None:
-            raise ProtocolError("PREPARE for a data set of prepared samples")
+            raise ProtocolError("PREPARE message for a data set that has prepared samples itself")
         assert self._preparer is not None
         if (most := self._datasets.refusal()) is not None:
             context.fail(tag, UsageError(most, hint="close readers"))
@@ -101,7 +105,7 @@ class Sharing:
                 tag,
                 ReadError(
                     f"user {user.uid} has {user.memory_files} data sets of prepared samples open, "
-                    f"and all users {count} of {most_files}",
+                    f"and all users together have {count} of at most {most_files}",
                     hint="close readers, or raise the daemon's limit on open files "
                     "(LimitNOFILE= in the systemd unit, ulimit -n)",
                 ),
@@ -154,7 +158,7 @@ class Sharing:
     def _prepared(self, number: int, message: str) -> tuple[OpenDataset, Preparation]:
         dataset = self._datasets.get(number, message)
         if dataset.preparation is None:
-            raise ProtocolError(f"{message} for a data set that is not one of prepared samples")
+            raise ProtocolError(f"{message} message for a data set that has no prepared samples")
         return dataset, dataset.preparation
 
     def claim(self, message: protocol.Claim, now: float) -> Steps:
@@ -162,7 +166,9 @@ class Sharing:
         dataset, preparation = self._prepared(message.dataset, "CLAIM")
         claims, indices = self._state.claims, protocol.unpack_indices(message.indices)
         if len(indices) > protocol.MOST_CLAIMED or claims.waiting_count(dataset) >= MOST_WAITING:
-            raise ProtocolError("invalid CLAIM message: too many samples, or too many of them wait")
+            raise ProtocolError(
+                "invalid CLAIM message: it names too many samples, or too many CLAIMs wait"
+            )
         numbers = yield from self._requests.numbers_of(message.tag, dataset, indices)
         if numbers is None:
             return
@@ -173,7 +179,7 @@ class Sharing:
         if not preparation.trusted:
             answer(np.full(len(numbers), protocol.UNSHARED, np.uint8))
         elif message.wait:
-            waiting = Waiting(
+            waiting = WaitingClaim(
                 dataset, numbers, lambda: preparation.trusted, answer, self._settle_later
             )
             claims.wait(waiting, now)
@@ -184,10 +190,10 @@ class Sharing:
                 dataset.progress.passed(numbers)
                 self._state.memory.cache.invalidate(numbers)
 
-    def _settle_later(self, waiting: Waiting) -> None:
+    def _settle_later(self, waiting: WaitingClaim) -> None:
         self._context.later(self._settle(waiting))
 
-    def _settle(self, waiting: Waiting) -> Steps:
+    def _settle(self, waiting: WaitingClaim) -> Steps:
         now = yield None
         self._state.claims.settle(waiting, now)
 
@@ -277,7 +283,9 @@ def _extents(message: protocol.Put, count: int) -> tuple[UInt64s, UInt64s]:
     places: UInt64s = protocol.unpack_numbers(message.places, count, "<u8")
     sizes: UInt64s = protocol.unpack_numbers(message.lengths, count, "<u8")
     if count > protocol.MOST_CLAIMED or not 0 <= message.cost_us < 1 << 53:
-        raise ProtocolError("invalid PUT message: too many samples, or an invalid cost")
+        raise ProtocolError(
+            "invalid PUT message: it names too many samples, or its cost is invalid"
+        )
     if count and (int(sizes.max()) > protocol.MOST_PREPARED_SIZE or int(places.max()) >> 62):
         raise ProtocolError("invalid PUT message: a place or length is out of range")
     return places, sizes

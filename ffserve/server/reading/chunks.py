@@ -38,9 +38,9 @@ from ffserve.server.reading.statistics import Histogram
 from ffserve.system.memfd import SharedMemory
 
 RAW_SIZE = 64 << 20
-"""Bytes that are being read or wait to be decoded, unless one batch is larger."""
+"""At most so many bytes are being read or wait to be decoded, unless one batch is larger."""
 REUSED_SIZE = 16 << 20
-"""Bytes of memory for them that are kept for later batches."""
+"""The loader keeps so many bytes of buffers for later batches."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from ffserve.system.memfd import SharedMemory
 
 _ONE = np.zeros(1, np.int64)
 _ANY = 1 << 62
-"""What a user has in flight is bounded by its requests."""
+"""The threads have no bound of their own: the requests of a user bound what it has in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class WrongSample:
 
 
 Outcome: TypeAlias = tuple[list[int], Failures]
-"""Numbers of the samples that are right now, and the failures of the others."""
+"""The numbers of the samples that were right at the second read, and the failures of the others."""
 
 
 class SecondReader:

@@ -10,11 +10,9 @@ import numpy as np
 
 from ffserve.dtypes import Int32s, Int64s
 from ffserve.engine.io import Engine, EngineBatch
+from ffserve.limits import MOST_ENGINES
 from ffserve.reads.page_cache import CachedFiles
 from ffserve.server.files.remote import RemoteShard
-
-MOST_ENGINES = 16
-"""Users can make devices without a disk (tmpfs, subvolumes): beyond, such devices share engines."""
 
 
 class Device:

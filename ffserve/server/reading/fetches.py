@@ -1,8 +1,8 @@
 """Fetches: the blocks of remote shards that requests and loads need.
 
-A request whose samples lie in blocks that are not in the store waits at its `Gate`, before it takes
-any memory of the arena, so it holds up nobody else. When all of its blocks are there, or cannot be
-had, it gets its turns; after PART_S a first part of it does, if there is one.
+A request whose samples lie in blocks that are not in the store waits at its `BlockGate`, before it
+takes any memory of the arena, so it holds up nobody else. When all of its blocks are there, or
+cannot be had, it gets its turns; after PART_S a first part of it does, if there is one.
 
 A gate pins the blocks until the loads of its request have ended. A load pins only what is not
 pinned so, such as what is prefetched, and waits only for blocks that its request could not know of,
@@ -42,7 +42,7 @@ from ffserve.cache.tables import Directory, ShardTable
 from ffserve.dtypes import Floats, Int64s
 from ffserve.errors import AccessDenied, Failure, FFServeError, ReadError
 from ffserve.server.files.remote import RemoteShard
-from ffserve.server.users.access import Owner
+from ffserve.server.users.peers import Owner
 from ffserve.store.blocks import PRESENT, StoredObject
 from ffserve.store.fetching import NOW, Fetcher, OpenObject, Outcome
 
@@ -88,7 +88,7 @@ class Passed:
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
+class WaitingLoad:
     """A load whose blocks are not all there.
 
     rows: of its blocks, those of remote shards, by base of the shard. unpinned: bases of shards
@@ -110,7 +110,7 @@ class Waiting:
     left: int = 0
 
 
-class Gate:
+class BlockGate:
     """Where a request waits for its blocks, and what keeps them for its loads; see the module's
     text.
 
@@ -247,7 +247,7 @@ class Fetches:
         fetcher: Fetcher,
         table: ShardTable,
         directory: Directory,
-        fetched: Callable[[Waiting], object],
+        fetched: Callable[[WaitingLoad], object],
     ) -> None:
         self._fetcher = fetcher
         self._table = table
@@ -309,7 +309,7 @@ class Fetches:
 
     # ---- requests -------------------------------------------------------------------------
 
-    def gate(self, numbers: Int64s, owner: Owner) -> Gate | None:
+    def gate(self, numbers: Int64s, owner: Owner) -> BlockGate | None:
         """Return where a request for samples has to wait; None: it need not."""
         absent = numbers[self._directory.slot_of[numbers] == 0]
         if not len(absent):
@@ -333,8 +333,8 @@ class Fetches:
             found = needs()
             if all(len(remote.stored.missing(blocks)) == 0 for remote, blocks in found):
                 return None
-            return Gate(self, lambda: found, numbers, owner)
-        return Gate(self, needs, numbers, owner)
+            return BlockGate(self, lambda: found, numbers, owner)
+        return BlockGate(self, needs, numbers, owner)
 
     def ready_count(self, numbers: Int64s) -> int:
         """Return how many of these samples, from the first one on, are in memory or in the store
@@ -354,7 +354,7 @@ class Fetches:
 
     # ---- loads ----------------------------------------------------------------------------
 
-    def hold(self, load: Load, owner: Owner | None, gate: Gate | None) -> Waiting | None:
+    def hold(self, load: Load, owner: Owner | None, gate: BlockGate | None) -> WaitingLoad | None:
         """Pin the blocks of a load until it ends; return the load if some of them are not there.
 
         Args: gate: where its request has waited, which keeps the blocks that it has pinned.
@@ -388,9 +388,9 @@ class Fetches:
             return None
         self.in_flight += 1
         known = {} if gate is None else gate.errors
-        return Waiting(load, owner, rows, time.monotonic(), unpinned, known=known)
+        return WaitingLoad(load, owner, rows, time.monotonic(), unpinned, known=known)
 
-    def fetch(self, waiting: Waiting) -> None:
+    def fetch(self, waiting: WaitingLoad) -> None:
         """Have the blocks of a load fetched; `fetched` is called then."""
         blocks = waiting.load.blocks
         wanted = [
@@ -417,7 +417,7 @@ class Fetches:
 
         self.in_thread(begin)
 
-    def _ask(self, waiting: Waiting, base: int, remote: RemoteShard, missing: Int64s) -> None:
+    def _ask(self, waiting: WaitingLoad, base: int, remote: RemoteShard, missing: Int64s) -> None:
         with waiting.lock:
             waiting.left += len(missing)
         futures = self.ask(remote.object_for(waiting.owner), missing, remote.worth)
@@ -425,7 +425,12 @@ class Fetches:
             future.add_done_callback(partial(self._came, waiting, base, remote, block))
 
     def _came(
-        self, waiting: Waiting, base: int, remote: RemoteShard, block: int, future: Future[Outcome]
+        self,
+        waiting: WaitingLoad,
+        base: int,
+        remote: RemoteShard,
+        block: int,
+        future: Future[Outcome],
     ) -> None:
         """A block is there, or cannot be had. Any thread."""
         error = future.exception()
@@ -446,14 +451,14 @@ class Fetches:
             self._ask(waiting, base, remote, np.array([block], np.int64))
         self._one_came(waiting)
 
-    def _one_came(self, waiting: Waiting) -> None:
+    def _one_came(self, waiting: WaitingLoad) -> None:
         with waiting.lock:
             waiting.left -= 1
             if waiting.left:
                 return
         self.in_thread(lambda: self._pass(waiting))
 
-    def _pass(self, waiting: Waiting) -> None:
+    def _pass(self, waiting: WaitingLoad) -> None:
         """All blocks came, or cannot be had. What the store had no room for comes past it."""
         refused: dict[int, dict[int, bytes]] = {}
         for (base, block), outcome in waiting.outcomes.items():
@@ -466,11 +471,11 @@ class Fetches:
             self._pass_shard(waiting, base, contents)
         self._one_passed(waiting)
 
-    def _fail(self, waiting: Waiting, base: int, block: int, error: FFServeError) -> None:
+    def _fail(self, waiting: WaitingLoad, base: int, block: int, error: FFServeError) -> None:
         for row in self._touching(waiting, base, [block]).tolist():
             waiting.errors[row] = error
 
-    def _touching(self, waiting: Waiting, base: int, blocks: Sequence[int]) -> Int64s:
+    def _touching(self, waiting: WaitingLoad, base: int, blocks: Sequence[int]) -> Int64s:
         """Return the rows of a load that need any of these blocks."""
         rows, table = waiting.rows[base], waiting.load.blocks
         size = self._shards[base].stored.block_size
@@ -480,7 +485,7 @@ class Fetches:
             touching |= (table.begins[rows] < high) & (table.ends[rows] > low)
         return rows[touching]
 
-    def _pass_shard(self, waiting: Waiting, base: int, contents: dict[int, bytes]) -> None:
+    def _pass_shard(self, waiting: WaitingLoad, base: int, contents: dict[int, bytes]) -> None:
         remote = self._shards.get(base)
         rows = self._touching(waiting, base, list(contents))
         rows = rows[[row not in waiting.errors for row in rows.tolist()]]
@@ -503,7 +508,7 @@ class Fetches:
             future.add_done_callback(partial(self._passed, waiting, fd, begin, some))
 
     def _passed(
-        self, waiting: Waiting, fd: int, begin: int, rows: list[int], future: Future[Outcome]
+        self, waiting: WaitingLoad, fd: int, begin: int, rows: list[int], future: Future[Outcome]
     ) -> None:
         """Bytes have come past the store, or cannot be had. Any thread."""
         failure: FFServeError | None = None
@@ -521,18 +526,18 @@ class Fetches:
                 waiting.errors.update(dict.fromkeys(rows, failure))
         self._one_passed(waiting)
 
-    def _one_passed(self, waiting: Waiting) -> None:
+    def _one_passed(self, waiting: WaitingLoad) -> None:
         with waiting.lock:
             waiting.left -= 1
             if waiting.left:
                 return
         self.in_loop(lambda: self._end(waiting))
 
-    def _end(self, waiting: Waiting) -> None:
+    def _end(self, waiting: WaitingLoad) -> None:
         self.in_flight -= 1
         self._fetched(waiting)
 
-    def failures(self, waiting: Waiting) -> dict[int, Failure]:
+    def failures(self, waiting: WaitingLoad) -> dict[int, Failure]:
         """Return the failed samples of a load that has waited, by number."""
         found: dict[int, Failure] = {}
         blocks = waiting.load.blocks

@@ -32,7 +32,7 @@ from ffserve.server.prepared.copying import Copier
 from ffserve.server.reading.chunks import ChunkLoader
 from ffserve.server.reading.damage import SecondReader, WrongSample
 from ffserve.server.reading.devices import Device, Devices
-from ffserve.server.reading.fetches import Fetches, Gate, Waiting
+from ffserve.server.reading.fetches import BlockGate, Fetches, WaitingLoad
 from ffserve.server.reading.requests import SampleRequest
 from ffserve.server.reading.statistics import Histogram
 from ffserve.store.fetching import Fetcher
@@ -42,9 +42,10 @@ MERGED_MOST = 32 * 1024
 """Blocks up to this size are merged. Copying a larger one out of a bounce buffer (3 us and above)
 costs more than the read that merging saves."""
 SLOW_S = 5.0
-"""A read that takes longer is slow: hundreds of reads may wait for one disk, but not so long."""
+"""The daemon reports the disk of a read that takes longer: hundreds of reads may wait for one
+disk, but not for so long."""
 SLOW_READ_S = 0.5
-"""The files of a read that takes longer are shown as slow."""
+"""`ffserve status` shows the files of a read that takes longer."""
 
 
 @dataclass(slots=True)
@@ -63,7 +64,7 @@ class _Reading:
 
 
 class ReadEvents(Protocol):
-    """What becomes of reads; called in the loop's thread, with the time."""
+    """The receiver of what becomes of reads. It is called in the loop's thread, with the time."""
 
     def ended(self, loads: list[Load], now: float) -> None:
         """These loads have ended, with their failures. There may be none."""
@@ -127,7 +128,8 @@ class Engines:
         self._second, self._second_of_remote = (
             SecondReader(memory, directory, self._ended_apart) for _ in range(2)
         )
-        """For damaged samples; for those of remote files, which may wait for an origin."""
+        """Readers of damaged samples. The second one is for remote files, whose reads may wait for
+        an origin."""
         self._events = events
         self._done: list[Load] = []
         """Loads that have ended and were not reported yet."""
@@ -138,9 +140,9 @@ class Engines:
         self.read_size = 0
         """Bytes read from files since the start, over-read included."""
         self.cached_size = 0
-        """Those of them that were read from the page cache, without over-read and chunks."""
+        """The bytes of these that were read from the page cache, without over-read and chunks."""
         self.reading = Histogram()
-        """From the submission of reads to their end."""
+        """How long reads took, from their submission to their end."""
 
     # ---- engines --------------------------------------------------------------------------
 
@@ -370,14 +372,14 @@ class Engines:
         return partial(self.fetches.mend, remote, begin, end)
 
     @staticmethod
-    def _hold(fetches: Fetches, load: Load) -> Waiting | None:
+    def _hold(fetches: Fetches, load: Load) -> WaitingLoad | None:
         asking = load.fetches[0]
         if not isinstance(asking, SampleRequest):
             return fetches.hold(load, None, None)
-        gate = asking.gate if isinstance(asking.gate, Gate) else None
+        gate = asking.gate if isinstance(asking.gate, BlockGate) else None
         return fetches.hold(load, asking.owner.who, gate)
 
-    def _fetched(self, waiting: Waiting) -> None:
+    def _fetched(self, waiting: WaitingLoad) -> None:
         """The blocks of a load came, or cannot be had."""
         load, fetches = waiting.load, self.fetches
         assert fetches is not None

@@ -1,4 +1,4 @@
-"""Pins: slots that answered requests hold until their client has copied the samples, and leases.
+"""Pins: the slots that answered GETs hold until their client has copied the samples, and leases.
 
 A finished GET keeps its samples pinned until the client acknowledges it. Its pins can be taken back
 at any time: a client that copies too late sees the seqlock move and asks again. Leases cannot, so
@@ -15,19 +15,18 @@ from itertools import islice
 import numpy as np
 
 from ffserve.cache.cache import Cache
-from ffserve.server.reading.requests import GrantedLease, Owner, SampleRequest
+from ffserve.limits import LEASED_SHARE, LEASED_SLABS, MOST_ASKED
+from ffserve.server.reading.requests import GrantedLease, Requester, SampleRequest
 from ffserve.server.reading.turn_order import TurnOrder, UserTurns
-from ffserve.server.users.shares import MOST_ASKED, User
+from ffserve.server.users.shares import (
+    User,
+)
 
 PIN_GRACE_S = 0.05
-"""When other requests wait for memory, pins of finished GETs that are older are taken back."""
-LEASED_SHARE = 2
-"""All leases together pin at most 1 part in LEASED_SHARE of the arena; beyond, clients copy."""
-LEASED_SLABS = 3 / 4
-"""The part of the slabs in which leases may pin slots. Without this bound a few small leases in
-every slab would leave none that can be emptied for another size class."""
+"""When other requests wait for memory, the daemon takes back pins of finished GETs that are
+older than this."""
 _FEW = 16
-"""Tags whose pins one step of `leave` gives back."""
+"""One step of `leave` gives back the pins of so many tags."""
 
 
 class Pins:
@@ -59,7 +58,7 @@ class Pins:
     def _most_leased_slabs(self) -> int:
         return int(self._cache.arena.open_count * LEASED_SLABS)
 
-    def acknowledge(self, owner: Owner, tags: list[int]) -> None:
+    def acknowledge(self, owner: Requester, tags: list[int]) -> None:
         """The client has copied the samples of these GETs: unpin them."""
         for tag in tags:
             answered = owner.unacknowledged.pop(tag, None)
@@ -68,7 +67,7 @@ class Pins:
                 owner.user.asked.give(answered.count)
                 self._cache.release(answered.pins)
 
-    def release(self, owner: Owner, tags: list[int]) -> None:
+    def release(self, owner: Requester, tags: list[int]) -> None:
         """End these leases. A lease that is not granted yet becomes a GET."""
         for tag in tags:
             if tag in owner.waiting:
@@ -140,7 +139,7 @@ class Pins:
             if turns.pins:
                 yield turns.pins[0][0] + PIN_GRACE_S
 
-    def leave(self, owner: Owner) -> Iterator[None]:
+    def leave(self, owner: Requester) -> Iterator[None]:
         """A session has ended: give back its pins and leases, in steps."""
         for held, give in ((owner.unacknowledged, self.acknowledge), (owner.leases, self.release)):
             while held:

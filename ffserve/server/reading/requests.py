@@ -31,7 +31,8 @@ class Reply(Protocol):
 
 
 class Gate(Protocol):
-    """Where a request waits for blocks of remote files before it takes memory: `fetches.Gate`."""
+    """Where a request waits for blocks of remote files before it takes memory; see
+    `fetches.BlockGate`."""
 
     def begin(self, opened: Callable[[int, float], object]) -> None:
         """Begin to wait.
@@ -73,7 +74,7 @@ class SampleRequest(Fetch):
 
     def __init__(
         self,
-        owner: Owner,
+        owner: Requester,
         tag: int,
         numbers: Int64s,
         *,
@@ -126,7 +127,7 @@ class Answered:
 
 
 @dataclass(eq=False, slots=True)
-class Owner:
+class Requester:
     """One session as the scheduler sees it: its requests, pins and leases."""
 
     finished: Callable[[SampleRequest, float], None]

@@ -34,40 +34,35 @@ from typing import Any
 from ffserve.cache.cache import Cache, Load
 from ffserve.cache.prefetch import Piece, Prefetcher
 from ffserve.errors import STATUS_ARENA_BUSY, Failure
+from ffserve.limits import ARENA_SHARE, MOST_COUNTED_JOBS, MOST_UNACKNOWLEDGED
 from ffserve.server.reading.pins import Pins
-from ffserve.server.reading.requests import Answered, Owner, Reply, SampleRequest
+from ffserve.server.reading.requests import Answered, Reply, Requester, SampleRequest
 from ffserve.server.reading.statistics import Histogram
 from ffserve.server.reading.turn_order import FAVOUR_S, TurnOrder, UserTurns, blocked_since
 from ffserve.server.reading.waiting import JobReads
 from ffserve.server.users.shares import User
 
 QUANTUM, QUANTUM_SIZE = 256, 12 << 20
-"""A device reads that in 2 to 6 ms."""
+"""A turn is at most so many samples and bytes. A device reads that in 2 to 6 ms."""
 TURN_COUNT = 100
-"""A turn costs the loop as much as so many samples (1 us each), also if it finds no memory."""
+"""A turn costs the loop as much as so many samples do (1 us each), even if it finds no memory."""
 MOST_TURNS = 4
-"""Turns that one `pump` gives, one with several users; the next one comes after the loop has looked
-for messages."""
+"""One `pump` gives so many turns, or one while several users are active. The loop looks for
+messages before the next `pump`."""
 SEVERAL_QUANTUM = 64
-"""With several users a turn is shorter, so that the turn of another user comes soon."""
+"""A turn is at most so many samples while several users are active, so that the turn of another
+user comes soon."""
 MOST_TRIED = 4
-"""Blocked requests of one user that one `pump` tries again: the oldest, and others in turn. With
-several users: the oldest, and one of the others."""
+"""One `pump` tries so many blocked requests of a user again: the oldest, and others in turn.
+While several users are active, it tries one of each user."""
 RETRY_S = 0.01
-"""With several users: how long a user that found no memory does not look for any. A user with less
-than an equal share looks again as soon as a pin was released."""
+"""While several users are active, a user that found no memory does not look for any for so long.
+A user with less than an equal share looks again as soon as a pin was released."""
 GIVE_UP_S = 20.0
 """The next sample of a request that has been blocked for so long fails."""
-ARENA_SHARE = 8
-"""A request that has pinned 1 part in ARENA_SHARE of the arena is answered in part."""
-MOST_UNACKNOWLEDGED = 1024
-"""GETs of one session whose pins wait for an acknowledgement; with more, the oldest lose theirs.
-So a client that never acknowledges does not make the daemon's memory grow."""
-MOST_COUNTED_JOBS = 1024
-"""Jobs whose reads are counted."""
 MEASURED_SIZE, MEASURED = 16 << 20, 8
-"""Bytes read, while reads are in flight, over which their time is measured; the number of
-measurements that are remembered."""
+"""The time of a read is measured over so many bytes that are read while reads are in flight; a
+mean of about MEASURED measurements is kept."""
 
 
 class Scheduler:
@@ -101,15 +96,16 @@ class Scheduler:
         self.request_count = 0
         """Requests of all sessions that are not finished."""
         self.blocked_count = 0
-        """Those that wait for memory."""
+        """Requests that wait for memory."""
         self._pumped = 0.0
         self._busy_since, self._busy_size = 0.0, 0
-        """Since when reads are in flight, or were measured, and the bytes read since."""
+        """The time since when reads are in flight, or of the last measurement, and the bytes read
+        since then."""
         self._stopped = False
         self.queued, self.blocked = Histogram(), Histogram()
         """How long requests waited for their first turn; and for memory."""
         self.reads_of: dict[str, JobReads] = {}
-        """By job."""
+        """The reads of each job, by its name."""
 
     @property
     def _share_size(self) -> int:
@@ -226,7 +222,7 @@ class Scheduler:
             self._cache.next_use.miss_s += (busy_s - self._cache.next_use.miss_s) / MEASURED
             self._busy_since, self._busy_size = now, 0
 
-    def leave(self, owner: Owner, now: float) -> Iterator[None]:
+    def leave(self, owner: Requester, now: float) -> Iterator[None]:
         """A session has ended: drop its requests, and give back its pins and leases in steps."""
         owner.gone = True
         user, turns = owner.user, self._order.of(owner.user)
@@ -249,7 +245,7 @@ class Scheduler:
         self.blocked_count += len(turns.blocked)
         return self._leaving(owner, now)
 
-    def _leaving(self, owner: Owner, now: float) -> Iterator[None]:
+    def _leaving(self, owner: Requester, now: float) -> Iterator[None]:
         yield from self.pins.leave(owner)
         self.pump(now)
 

@@ -14,11 +14,11 @@ from ffserve.engine.shm import DURATIONS
 from ffserve.errors import ProtocolError
 
 BOUNDS_S = tuple(2**k / 1e6 for k in range(DURATIONS - 1))
-"""Upper ends of the buckets but the last, which has none."""
+"""The upper ends of all buckets except the last, which has none."""
 
 RATE_S, MARK_S = 5.0, 1.0
-"""Rates are means of the last RATE_S: clients that only hit report once a second. What counters
-were is kept every MARK_S."""
+"""Rates are means over the last RATE_S, because clients that only hit report once a second. The
+values of the counters are kept every MARK_S."""
 
 LARGEST_COUNT = (1 << 63) - 1
 """The largest number that REPORT can carry; only false counters of a client reach it."""
@@ -50,7 +50,7 @@ class Rates:
 
     def __init__(self, now: float, count: int) -> None:
         self._marks = deque([(now, (0,) * count)])
-        """What the counters were; the oldest is as old as the means."""
+        """Earlier values of the counters. The oldest ones are as old as the means reach back."""
 
     def note(self, now: float, counters: tuple[int, ...]) -> None:
         """Keep what the counters are; called every few seconds at least."""
@@ -86,12 +86,12 @@ class Statistics:
         self.hit_batches = Histogram()
         """Copying batches of cached samples, as clients report it."""
         self.requests = Histogram()
-        """From GET or LEASE to its answer."""
+        """How long requests took, from GET or LEASE to the answer."""
 
     def take_times(self, took_ns: int, packed: bytes) -> None:
         """Add what a client reports in TIMES. Raises: ProtocolError."""
         if len(packed) != 4 * DURATIONS or not 0 <= took_ns < 1 << 63:
-            raise ProtocolError("invalid TIMES message: not one count for each bucket")
+            raise ProtocolError("invalid TIMES message: it has not one count for each bucket")
         histogram = self.hit_batches
         counts = np.frombuffer(packed, "<u4").tolist()
         histogram.counts = [a + b for a, b in zip(histogram.counts, counts, strict=True)]

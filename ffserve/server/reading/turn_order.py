@@ -12,14 +12,15 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from ffserve.cache.arena import Arena
-from ffserve.server.reading.requests import Owner, SampleRequest
+from ffserve.server.reading.requests import Requester, SampleRequest
 from ffserve.server.users.shares import ACTIVE_S, FairShare, User
 
 SEVERAL_SHARE = 4
-"""With several users 1 part in SEVERAL_SHARE of the reads is in flight, so that the turn of another
-user comes soon. A disk is busy with that, for more turns of the loop."""
+"""While several users are active, 1 part in SEVERAL_SHARE of the reads is in flight, so that the
+turn of another user comes soon. That keeps a disk busy for more than a turn of the loop."""
 FLOWING_SIZE = 8 << 20
-"""Bytes that one of several users has in flight, at which its turns wait: 4 ms of a disk."""
+"""One of several active users that has so many bytes in flight waits with its next turn. A disk
+reads that in 4 ms."""
 FAVOUR_S = (0.1, 1.0)
 """While the oldest blocked request has waited between these times, no other request takes memory.
 """
@@ -28,22 +29,22 @@ _FEW_PINS = 1024
 
 @dataclass(eq=False, slots=True)
 class UserTurns:
-    """What the scheduler knows of one user."""
+    """The turns of one user: its runnable and blocked requests, its reads, pins and leases."""
 
     user: User
     jobs: deque[str] = field(default_factory=deque)
     """Jobs with a runnable request."""
-    sessions: dict[str, deque[Owner]] = field(default_factory=dict)
+    sessions: dict[str, deque[Requester]] = field(default_factory=dict)
     """The sessions of these jobs that have a runnable request."""
     blocked: deque[SampleRequest] = field(default_factory=deque)
-    """By the time since when they wait."""
+    """Requests that wait for memory, the one that has waited longest first."""
     tried: int = 0
     """The number of `blocked` that is tried next."""
     failed_at: float = float("-inf")
     failed_after: int = 0
-    """When no memory was found last, and how many releases of pins there had been by then."""
-    pins: deque[tuple[float, Owner, int]] = field(default_factory=deque)
-    """When GETs were finished, their sessions and tags; some are acknowledged already."""
+    """The time at which no memory was found last, and the number of releases of pins by then."""
+    pins: deque[tuple[float, Requester, int]] = field(default_factory=deque)
+    """Finished GETs: the time, the session and the tag; some are acknowledged already."""
     most_pins: int = _FEW_PINS
     reads: int = 0
     read_size: int = 0
@@ -110,7 +111,7 @@ class TurnOrder:
                 self.active += 1
         return blocked
 
-    def queue(self, owner: Owner) -> None:
+    def queue(self, owner: Requester) -> None:
         if owner.runnable and not owner.queued:
             owner.queued = True
             turns = self.users[owner.user]
@@ -135,7 +136,7 @@ class TurnOrder:
         }
         return self.share.choose(users) if users else None
 
-    def next_owner(self, user: User) -> Owner:
+    def next_owner(self, user: User) -> Requester:
         turns = self.runnable[user]
         job = turns.jobs.popleft()
         sessions = turns.sessions[job]

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 CAUSES = ("disk", "queue", "taken", "decode", "memory", "origin", "trainer")
 RECENT_S = 60.0
-"""The time of which the recent parts are."""
+"""The recent parts are parts of the last RECENT_S."""
 ABSENT_S = 60.0
 _NO_TIME = (0.0, 0.0, 0.0, 0.0, 0.0)
 
@@ -163,7 +163,7 @@ class JobTime:
         self._ended: tuple[float, ...] = _NO_TIME
         """The time of sessions that have ended, as `SessionTime.take` returns it."""
         self._recent: deque[tuple[float, dict[str, float]]] = deque()
-        """When steps ended, and their parts."""
+        """The times at which steps ended, and their parts."""
         self._reads = JobReads()
         """The reads until the last step, and what is known of the latest ones."""
         self.alone_size = 0

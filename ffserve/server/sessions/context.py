@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from ffserve import protocol
 from ffserve.errors import FFServeError
 from ffserve.protocol import Message
-from ffserve.server.reading.requests import Owner
+from ffserve.server.reading.requests import Requester
 from ffserve.server.sessions.datasets import Steps
 from ffserve.server.sessions.job_table import Job
 from ffserve.server.sessions.outbox import MemoryMessage
 from ffserve.server.sessions.state import ServerState
-from ffserve.server.users.access import Peer
+from ffserve.server.users.peers import Peer
 from ffserve.server.users.shares import User
 
 NEW, READY, OVER = "new", "ready", "over"
@@ -31,7 +31,7 @@ class SessionContext:
     state: ServerState
     peer: Peer
     user: User
-    owner: Owner
+    owner: Requester
     send: Callable[[Message | MemoryMessage], None]
     later: Callable[[Steps], object]
     phase: str = NEW

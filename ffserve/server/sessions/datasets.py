@@ -16,20 +16,19 @@ from ffserve.cache.orders import Arriving
 from ffserve.dataset.layout import Layout
 from ffserve.dtypes import Int64s
 from ffserve.errors import FFServeError, ProtocolError, SampleIndexError, UsageError
+from ffserve.limits import MOST_ANNOUNCED, MOST_NAME, OTHERS_SHARE
 from ffserve.protocol import Message
 from ffserve.server.files.preparations import Preparation
 from ffserve.server.files.shards import OpenShard
 from ffserve.server.prepared.copying import PreparedFile
 from ffserve.server.reading.statistics import LARGEST_COUNT
 from ffserve.server.sessions.state import ServerState
-from ffserve.server.users.shares import MOST_ANNOUNCED, OTHERS_SHARE, Bound, User
+from ffserve.server.users.shares import Bound, User
 
-MOST_NAME = 200
-"""Characters in the name of an order, or of a preparation."""
 FEW = 64
-"""Tags, paths, shards, data sets or errors that are handled in one step."""
+"""One step handles so many tags, paths, shards, data sets or errors."""
 STEP_COUNT = 8192
-"""Samples, or positions of an order, that are handled in one step."""
+"""One step handles so many samples, or positions of an order."""
 Steps: TypeAlias = Generator["Bound | None", float, None]
 """The work that is left. It yields None after each step, or the `Bound` that it waits for, and is
 sent the time of the next step. Any other time that it knows may be long past."""
@@ -106,7 +105,7 @@ class OrderReceiver:
         Raises: ProtocolError.
         """
         if not 0 < message.tag < 1 << 32 or not 0 <= message.epoch <= LARGEST_COUNT:
-            raise ProtocolError("invalid ORDER message: tag or epoch out of range")
+            raise ProtocolError("invalid ORDER message: the tag or the epoch is out of range")
         indices = protocol.unpack_order(message.indices)
         try:
             yield from self._add(message, dataset, indices)
@@ -135,7 +134,7 @@ class OrderReceiver:
         if int(indices.max()) >= layout.count:
             bad = int(indices.max())
             raise SampleIndexError(
-                f"the order visits sample {bad}, outside the dataset of {layout.count} samples",
+                f"the order visits sample {bad}, but the dataset has {layout.count} samples",
                 index=bad,
             )
         for part in parts(indices):
@@ -169,7 +168,7 @@ class OrderReceiver:
         if not isinstance(replacement, bool) or not (
             name is None or (isinstance(name, str) and len(name) <= MOST_NAME)
         ):
-            raise ProtocolError("invalid ORDER message: name or replacement is invalid")
+            raise ProtocolError("invalid ORDER message: 'name' or 'replacement' is invalid")
         next_use, user = self._state.memory.next_use, self._user
         arriving = next_use.arriving(
             dataset.progress, message.count, replacement=replacement, user=user.uid
@@ -183,9 +182,10 @@ class OrderReceiver:
         held = next_use.order_size - arriving.size
         if not user.may_take(arriving.size, size - arriving.size, held, next_use.most_size):
             raise UsageError(
-                f"the announced orders of user {user.uid} would take {size} bytes, "
-                f"{OTHERS_SHARE} times as many as are left for others",
-                hint=f"the daemon keeps {next_use.most_size}; jobs of one seed share theirs",
+                f"the announced orders of user {user.uid} would take {size} bytes, more than "
+                f"{OTHERS_SHARE} times what would be left for others",
+                hint=f"the daemon keeps at most {next_use.most_size} bytes of orders; jobs that "
+                "draw their order with the same seed share it",
             )
         return _IncomingOrder(message.tag, dataset, message.epoch, name, arriving)
 

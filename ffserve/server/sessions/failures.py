@@ -10,13 +10,11 @@ from typing import Any
 
 from ffserve import protocol
 from ffserve.errors import Failure
+from ffserve.limits import MOST_ERRORS
 from ffserve.server.files.explaining import FailedSample
 from ffserve.server.reading.requests import SampleRequest
 from ffserve.server.sessions.context import READY, SessionContext
 from ffserve.server.sessions.datasets import FEW, STEP_COUNT, OpenDataset, Steps
-
-MOST_ERRORS = 1024
-"""Failed samples in one READY, so that it fits into a frame; it then answers for fewer samples."""
 
 
 class FailedRequests:

@@ -11,18 +11,15 @@ from ffserve import protocol
 from ffserve.cache.cache import Cache
 from ffserve.cache.jobs import JobProgress
 from ffserve.errors import ProtocolError
+from ffserve.limits import MOST_KEPT_JOBS, MOST_NAME
 from ffserve.server.reading.io import Engines
 from ffserve.server.reading.scheduler import Scheduler
 from ffserve.server.reading.statistics import Rates, Statistics
 from ffserve.server.reading.waiting import JobReads, JobTime, Use
-from ffserve.server.users.access import Peer, Viewer
+from ffserve.server.users.peers import Peer, Viewer
 
-MOST_JOBS = 256
-"""Jobs whose counters are kept, ended ones included."""
-MOST_NAME = 200
-"""Characters in the name of a job."""
 JOB_COUNTERS, COUNTERS = 4, 7
-"""How many counters have rates: `JobTable.counters_of`, `JobTable.counters`."""
+"""The numbers of counters that have rates: `JobTable.counters_of`, `JobTable.counters`."""
 RIVAL_SHARE = 16
 """A job whose data take less than 1 part in RIVAL_SHARE of the arena is no rival for memory."""
 
@@ -58,13 +55,13 @@ class Job:
         """Return the job that a HELLO is of. Raises: ProtocolError."""
         name = about.get("job")
         if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME:
-            raise ProtocolError("invalid HELLO message: no name of a job")
+            raise ProtocolError("invalid HELLO message: the name of the job is missing or too long")
         job = cls(name, now, now, user)
         for key, most in (("title", protocol.MOST_TITLE), ("command", protocol.MOST_COMMAND)):
             text = about.get(key, "")
             if not isinstance(text, str) or len(text) > most:
                 raise ProtocolError(
-                    f"invalid HELLO message: {key} is no text of at most {most} characters"
+                    f"invalid HELLO message: {key} is not a text of at most {most} characters"
                 )
             setattr(job, key, text)
         return job
@@ -86,9 +83,9 @@ class JobTable:
         self._engines = engines
         self._statistics = statistics
         self.all: OrderedDict[str, Job] = OrderedDict()
-        """By name."""
+        """All known jobs, by name."""
         self.rates = Rates(now, COUNTERS)
-        """Of all jobs together."""
+        """The rates of all jobs together."""
 
     def obtain(self, name: str, now: float, user: Viewer) -> Job:
         """Return a user's job of this name; create it if it is new. If a job of another user has
@@ -98,7 +95,7 @@ class JobTable:
         if job is None:
             job = self.all[name] = Job(name, now, now, user)
             for old in [j for j in self.all.values() if not j.sessions and j is not job]:
-                if len(self.all) <= MOST_JOBS:
+                if len(self.all) <= MOST_KEPT_JOBS:
                     break
                 del self.all[old.name]
         return job

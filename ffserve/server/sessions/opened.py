@@ -22,17 +22,16 @@ from ffserve.errors import (
     ReadError,
     UsageError,
 )
+from ffserve.limits import MOST_DATASETS, MOST_USER_DATASETS
 from ffserve.server.files.remote import identity_from
 from ffserve.server.files.shards import Identity, OpenShard, PassedFile, Request
 from ffserve.server.sessions.context import OVER, READY, SessionContext
 from ffserve.server.sessions.datasets import FEW, OpenDataset, OrderReceiver, Steps
 from ffserve.server.sessions.outbox import MemoryMessage
-from ffserve.server.users.shares import MOST_USER_DATASETS
 from ffserve.store.access import Access, served
-from ffserve.store.origin import Identity as RemoteIdentity
+from ffserve.store.origin import ObjectVersion
 from ffserve.store.urls import is_url, shown
 
-MOST_DATASETS = 4096
 ROW_SIZE = protocol.IDENTITY_DTYPE.itemsize
 
 
@@ -101,14 +100,16 @@ class SessionDatasets:
                 valid = remote.take(paths, identities, first)
             now = yield None
         if len(message.identities) != ROW_SIZE * len(paths):
-            raise ProtocolError("invalid OPEN message: not one identity for each path")
+            raise ProtocolError("invalid OPEN message: it has not one identity for each path")
         if (
             not valid
             or not (name is None or isinstance(name, str))
             or not isinstance(verify, bool)
             or not isinstance(tolerant, bool)
         ):
-            raise ProtocolError("invalid OPEN message: no absolute paths, or an invalid option")
+            raise ProtocolError(
+                "invalid OPEN message: a path is not absolute, or an option is invalid"
+            )
         if remote.error is not None:
             self._context.fail(message.tag, remote.error)
             return
@@ -165,7 +166,7 @@ class SessionDatasets:
         if self.received_too_many:
             self.refuse_files(
                 ReadError(
-                    "the daemon cannot take more descriptors: it has too many files open",
+                    "the daemon cannot receive more descriptors: it has too many files open",
                     hint="raise the limit on open files (ulimit -n, LimitNOFILE= in the systemd "
                     "unit)",
                 )
@@ -174,14 +175,16 @@ class SessionDatasets:
             self.refuse_files(
                 AccessDenied(
                     f"{len(kinds)} descriptors were announced, but none came with the message",
-                    hint="only a direct connection through a Unix socket passes descriptors: is "
-                    "there a proxy in between?",
+                    hint="only a direct connection through a Unix socket passes descriptors; "
+                    "connect without a proxy",
                 )
             )
         elif len(kinds) != len(fds):
-            raise ProtocolError(f"{len(fds)} descriptors came with a FILES message of {len(kinds)}")
+            raise ProtocolError(
+                f"a FILES message announces {len(kinds)} descriptors, but {len(fds)} came with it"
+            )
         elif not kinds:
-            self.refuse_files(UsageError("the client gave up opening the data set"))
+            self.refuse_files(UsageError("the client stopped opening the data set"))
         else:
             files = self._assign(needed.positions, kinds, fds)
             self._needed, self.received = None, []
@@ -196,7 +199,9 @@ class SessionDatasets:
             elif kind == protocol.INDEX_FILE and files and files[-1].index is None:
                 files[-1].index = fd
             else:
-                raise ProtocolError(f"invalid FILES message: kind {kind} is not due")
+                raise ProtocolError(
+                    f"invalid FILES message: a descriptor of kind {kind} is not expected"
+                )
         return files
 
     def refusal(self) -> str | None:
@@ -327,10 +332,10 @@ class SessionDatasets:
         return self._datasets.get(number)
 
     def get(self, number: int, message: str) -> OpenDataset:
-        """Return an open data set. Raises: ProtocolError: the number in a message is none."""
+        """Return an open data set. Raises: ProtocolError: no data set has the number."""
         dataset = self._datasets.get(number)
         if dataset is None:
-            raise ProtocolError(f"{message} for data set {number}, which is not open")
+            raise ProtocolError(f"{message} message for data set {number}, which is not open")
         return dataset
 
     @property
@@ -365,7 +370,7 @@ class _RemotePaths:
     """
 
     def __init__(self, what: dict[str, Any], count: int, serves: Callable[[str], bool]) -> None:
-        self.versions: dict[int, RemoteIdentity] = {}
+        self.versions: dict[int, ObjectVersion] = {}
         self.access: Access | None = None
         self.error: FFServeError | None = None
         """Why they cannot be opened."""

@@ -27,6 +27,14 @@ from ffserve.config import ServerConfig
 from ffserve.disk.files import wrap_os_error
 from ffserve.engine.io import ATOMIC_SEND_SIZE, DirectReply, ReplySocket
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
+from ffserve.limits import (
+    FEWEST_SESSIONS,
+    MOST_UNREAD,
+    NAMESPACE_OPENINGS,
+    RESERVED_SESSIONS,
+    SESSIONS_PART,
+    USER_OPENINGS,
+)
 from ffserve.protocol import Message
 from ffserve.server.files.shards import PassedFile, Request
 from ffserve.server.prepared.sharing import PrepareRequest
@@ -36,54 +44,40 @@ from ffserve.server.sessions.outbox import MemoryFrame, MemoryMessage, Outbox
 from ffserve.server.sessions.session import Session
 from ffserve.server.sessions.state import ServerState
 from ffserve.server.sessions.turns import Turns
-from ffserve.server.users.access import (
-    Credentials,
-    Namespaces,
-    Owner,
-    Peer,
-    check_memory,
-    is_administrator,
-)
+from ffserve.server.users.access import check_memory
 from ffserve.server.users.descriptors import DescriptorReceiver, closer_of, refuse_descriptors
+from ffserve.server.users.peers import Credentials, Namespaces, Owner, Peer, is_administrator
 from ffserve.server.users.shares import Bound, User
 from ffserve.system.socket_path import remove_stale_socket
 
 log = logging.getLogger("ffserve")
 
 HELLO_TIMEOUT_S = 10.0
-MOST_UNREAD = 1024 * 1024
-"""Unsent bytes of replies at which no further message of the session is handled."""
 WRITES_AT_ONCE = 4
-"""Frames of one connection before others have their turn."""
+"""A connection sends so many frames before others have their turn."""
 ALIVE_INTERVAL_S = 2.5
 """How often a client that waits gets a sign of life; it gives up after four times as long."""
 MEASURED_JOBS = 64
-"""Jobs of which it is computed at a time where their time goes."""
-RESERVED_SESSIONS = 16
-"""Sessions beyond `max_sessions` for administrators. They open no data set."""
+"""The daemon computes for so many jobs at a time where their time goes."""
 RESIZE_STEP_S = 0.01
-"""Between two steps of a resize."""
+"""The pause between two steps of a resize."""
 ACCEPT_PAUSE_S = 0.2
-"""After accept() has failed, for example without a free descriptor."""
+"""The pause after accept() has failed, for example because no descriptor is free."""
 FILES_TIMEOUT_S = 30.0
-"""From NEED to FILES."""
+"""A client that passes no descriptors for so long after NEED fails to open its data set."""
 TEND_INTERVAL_S = 1.0
-"""How often idle shards are looked at."""
-OPENINGS, USER_OPENINGS, LANE_TIMEOUT_S = 4, 16, 60.0
-"""OPENs that are carried out at once of a user in one mount namespace (a user can make any number
-of them), and in all; how long another waits for its turn. Each has a thread, or one for each of
-`remote.ASKED_AT_ONCE` remote files, and the descriptors of a message."""
-FEWEST_SESSIONS = 32
-"""Sessions for which there are always descriptors."""
+"""The daemon looks for idle shards at this interval."""
+LANE_TIMEOUT_S = 60.0
+"""An OPEN fails if it has waited so long for earlier ones of its user."""
 _ACCEPTED = 8
-"""Connections that are accepted in one turn of the loop; each takes 10 to 30 us."""
+"""One turn of the loop accepts so many connections; each takes 10 to 30 us."""
 TRICKLE_SIZE, TRICKLE_PAUSE_S = 4096, 0.02
 """A part of a message that brings less than so many bytes, and does not complete it, is followed by
 a pause. ffserve's clients send whole messages, whose parts are larger. A message that comes byte by
 byte would wake the loop for each byte; in a pause the socket fills up, and its sender waits."""
 _CHUNK, _SMALL_CHUNK = 80 * 1024, 16 * 1024
-"""Bytes received at once: a piece of an order, or hundreds of requests; and for a user with many
-incomplete messages."""
+"""A connection receives so many bytes at once: a piece of an order, or hundreds of requests. A
+user with many incomplete messages receives _SMALL_CHUNK."""
 
 
 class ClientConnection:
@@ -316,7 +310,9 @@ class ClientConnection:
 
     def _no_hello(self) -> None:
         if self.session.context.phase == NEW:
-            self._refuse(ProtocolError(f"no HELLO message within {HELLO_TIMEOUT_S:g} s"))
+            self._refuse(
+                ProtocolError(f"the client sent no HELLO message within {HELLO_TIMEOUT_S:g} s")
+            )
 
     def _count_received(self) -> None:
         received, size = self.user.received, self._decoder.pending_size
@@ -348,7 +344,9 @@ class ClientConnection:
         self.session.datasets.received += fds
         self.session.datasets.received_too_many |= lost
         if len(self.session.datasets.received) > protocol.MOST_FILES:
-            raise ProtocolError(f"more than {protocol.MOST_FILES} descriptors for one FILES")
+            raise ProtocolError(
+                f"more than {protocol.MOST_FILES} descriptors came for one FILES message"
+            )
 
     async def _passed(self, tag: int, path: str, positions: list[int]) -> list[PassedFile]:
         """Ask the client for descriptors; return them. Raises: why there are none, with the
@@ -363,7 +361,7 @@ class ClientConnection:
         self.session.datasets.need(tag, positions, take)
         late = ServerUnavailable(
             f"the client passed no descriptors for {FILES_TIMEOUT_S:g} s",
-            hint="it was stopped, or its file system does not answer; try again",
+            hint="the client was stopped, or its file system does not respond; try again",
         )
         timer = self._loop.call_later(FILES_TIMEOUT_S, self.session.datasets.refuse_files, late)
         try:
@@ -696,13 +694,15 @@ class Server:
         """End for the daemon on this connection. Raises: ServerUnavailable: that cannot be."""
         if self._draining or self.heir is not None:
             raise ServerUnavailable(
-                "this daemon is ending, or another one takes it over already",
+                "this daemon is stopping, or another daemon is already taking it over",
                 hint="see 'ffserve status', and try again",
             )
         try:
             self.heir = sock.dup(), tag
         except OSError as error:
-            raise ServerUnavailable(f"no descriptor is free: {error.strerror}") from error
+            raise ServerUnavailable(
+                f"the daemon cannot duplicate the connection for the handover: {error.strerror}"
+            ) from error
         self._end()
 
     def end(self) -> None:
@@ -720,7 +720,7 @@ class Server:
         """Wait until a client may open a data set: its user's files may be on a file system that
         does not answer, which must cost neither others nor ever more threads and descriptors."""
         with contextlib.ExitStack() as held:
-            for whose, most in ((owner, OPENINGS), (owner[0], USER_OPENINGS)):
+            for whose, most in ((owner, NAMESPACE_OPENINGS), (owner[0], USER_OPENINGS)):
                 lane = self._lanes.setdefault(whose, asyncio.Semaphore(most))
                 try:
                     await asyncio.wait_for(lane.acquire(), LANE_TIMEOUT_S)
@@ -728,7 +728,7 @@ class Server:
                     raise ServerUnavailable(
                         f"{most} earlier requests of this user to open files have not ended for "
                         f"{LANE_TIMEOUT_S:g} s",
-                        hint="does a file system not answer? try again later",
+                        hint="check whether a file system does not respond; try again later",
                     ) from None
                 held.callback(lane.release)
             yield
@@ -853,4 +853,4 @@ def _most_files() -> int:
 def most_sessions(wanted: int, most_files: int) -> int:
     """Return how many sessions there may be: each needs a descriptor, of which shards take three
     quarters."""
-    return min(wanted, max(most_files // 4 - RESERVED_SESSIONS, FEWEST_SESSIONS))
+    return min(wanted, max(int(most_files * SESSIONS_PART) - RESERVED_SESSIONS, FEWEST_SESSIONS))

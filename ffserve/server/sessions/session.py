@@ -13,6 +13,10 @@ requests for samples itself; its data sets are in `opened.py`, prepared samples 
     any          anything else: FAIL with tag 0                OVER
 
 The session gives back its data sets, pins and leases in `leave`, however it ends.
+
+It reads no clock: a message, and each step of work that lasts, brings the time with it. Nor do
+scheduler, cache, orders and claims, so that all of these can be simulated. What they give to other
+threads (engines, catalog, explainer) measures with a clock of its own how long that takes.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from ffserve.protocol import Message
 from ffserve.server.files.shards import Request
 from ffserve.server.life import handover
 from ffserve.server.prepared.sharing import PrepareRequest, Sharing
-from ffserve.server.reading.requests import Owner, Reply, SampleRequest
+from ffserve.server.reading.requests import Reply, Requester, SampleRequest
 from ffserve.server.reading.statistics import LARGEST_COUNT
 from ffserve.server.sessions.context import NEW, OVER, READY, SessionContext
 from ffserve.server.sessions.datasets import FEW, STEP_COUNT, OpenDataset, Steps, parts
@@ -45,7 +49,7 @@ from ffserve.server.sessions.opened import SessionDatasets
 from ffserve.server.sessions.outbox import MemoryMessage
 from ffserve.server.sessions.state import ServerState
 from ffserve.server.status.report import arena_facts, status
-from ffserve.server.users.access import Peer
+from ffserve.server.users.peers import Peer
 from ffserve.server.users.shares import Bound, User
 
 MOST_DIRECT_REPLIES = 4
@@ -90,7 +94,7 @@ class Session:
     ) -> None:
         self.peer = peer
         self.user = User() if user is None else user
-        self.owner = Owner(self.finished, user=self.user, who=peer.owner)
+        self.owner = Requester(self.finished, user=self.user, who=peer.owner)
         self.context = SessionContext(state, peer, self.user, self.owner, send, later)
         self.later = later
         self.fail = self.context.fail
@@ -174,10 +178,10 @@ class Session:
         accepted = about.get("payload", ["shared"])
         if not isinstance(accepted, list) or "shared" not in accepted:
             raise ProtocolError(
-                f"the client accepts the payload {reprlib.repr(accepted)}, the daemon offers "
-                "'shared': samples go through shared memory only",
-                hint="a process that cannot map it reads the files without the daemon "
-                "(server='auto' or 'off'); upgrade ffserve in this client",
+                f"the client accepts the payload {reprlib.repr(accepted)}, but the daemon offers "
+                "only 'shared': it passes samples in shared memory",
+                hint="upgrade ffserve in this client; a process that cannot map shared memory "
+                "reads the files without the daemon (server='auto' or 'off')",
             )
         self._locks = about.get("locks") is True
         self._takes_over = about.get("handover") is True
@@ -197,7 +201,9 @@ class Session:
 
     def _hand_over(self, message: protocol.Handover) -> None:
         if not self._takes_over:
-            raise ProtocolError("a HANDOVER message that HELLO did not announce")
+            raise ProtocolError(
+                "unexpected HANDOVER message: the HELLO message did not announce it"
+            )
         try:
             handover.check(self.peer)
             self._heir(message.tag)
@@ -210,7 +216,7 @@ class Session:
         """Add the client's counters."""
         assert self.context.job is not None
         if hits < 0 or hit_size < 0:
-            raise ProtocolError("negative counter in a message")
+            raise ProtocolError("a counter in a message is negative")
         self.context.job.hits = min(self.context.job.hits + hits, LARGEST_COUNT)
         self.context.job.hit_size = min(self.context.job.hit_size + hit_size, LARGEST_COUNT)
         self._state.statistics.hits += hits
@@ -250,7 +256,9 @@ class Session:
         now = yield from self.may_ask(now)
         dataset = self.datasets.get(message.dataset, "LEASE" if lease else "GET")
         if dataset.preparation is not None:
-            raise ProtocolError("GET or LEASE of prepared samples, which are claimed")
+            raise ProtocolError(
+                "GET or LEASE message for prepared samples: a client asks for these with CLAIM"
+            )
         self.check_tag(tag)
         indices = protocol.unpack_indices(message.indices)
         numbers = yield from self.numbers_of(tag, dataset, indices)
@@ -311,7 +319,9 @@ class Session:
         if tag in owner.unacknowledged or tag in owner.leases or tag in owner.waiting:
             raise ProtocolError(f"tag {tag} is in use already")
         if len(owner.waiting) >= protocol.MOST_REQUESTS:
-            raise ProtocolError(f"more than {protocol.MOST_REQUESTS} unanswered requests")
+            raise ProtocolError(
+                f"the session has more than {protocol.MOST_REQUESTS} unanswered requests"
+            )
 
     def numbers_of(
         self, tag: int, dataset: OpenDataset, indices: Int64s
@@ -389,7 +399,9 @@ class Session:
         progress = self.datasets.get(message.dataset, "REACHED").progress
         epoch, position = message.epoch, message.position
         if not (0 <= epoch <= LARGEST_COUNT and 0 <= position <= LARGEST_COUNT):
-            raise ProtocolError("invalid REACHED message: epoch or position out of range")
+            raise ProtocolError(
+                "invalid REACHED message: the epoch or the position is out of range"
+            )
         while True:
             used = progress.advance_to(epoch, position, now)
             for part in parts(used):
@@ -439,5 +451,5 @@ class Session:
 def _tags(packed: bytes, first: int) -> list[int]:
     """Return the next few tags, from a byte on."""
     if len(packed) % 4:
-        raise ProtocolError(f"invalid tags: {len(packed)} bytes")
+        raise ProtocolError(f"invalid tags: {len(packed)} bytes are not a multiple of 4")
     return protocol.unpack_tags(packed[first : first + 4 * FEW])

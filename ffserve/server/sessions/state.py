@@ -38,8 +38,9 @@ from ffserve.server.reading.scheduler import Scheduler
 from ffserve.server.reading.statistics import Statistics
 from ffserve.server.sessions.job_table import JobTable
 from ffserve.server.status.faults import Faults
-from ffserve.server.users.access import Peer, Rules, namespace_marks
+from ffserve.server.users.access import Rules
 from ffserve.server.users.domains import Domains
+from ffserve.server.users.peers import Peer, namespace_marks
 from ffserve.server.users.shares import Users
 
 
@@ -60,7 +61,7 @@ class EventLoop(Protocol):
 
 
 @dataclass(slots=True)
-class Reading:
+class ReadPath:
     """Scheduling and I/O."""
 
     engines: Engines
@@ -68,7 +69,7 @@ class Reading:
 
 
 @dataclass(slots=True)
-class Files:
+class ServedFiles:
     """Open files. remote: None: there is no store for remote files."""
 
     catalog: Catalog
@@ -113,7 +114,7 @@ class ServerState:
             None if remote is None else remote.fetcher,
         )
         scheduler = Scheduler(memory.cache, engines.submit, most_reads=4 * config.depth)
-        self.reading = Reading(engines, scheduler)
+        self.reading = ReadPath(engines, scheduler)
         self.pages = Pages(memory.mapping, engines, memory.arena.size)
         self.resizing = Resizing(memory.cache, scheduler, self.pages)
         self.domains = Domains(
@@ -137,7 +138,7 @@ class ServerState:
             catalog, memory.directory, memory.cache, lambda: scheduler.idle, self.faults.failed
         )
         scrubber.rate = config.scrub_rate_bytes
-        self.files = Files(catalog, Explainer(catalog), scrubber, remote)
+        self.files = ServedFiles(catalog, Explainer(catalog), scrubber, remote)
         self.claims = Claims(memory.directory, lambda dataset: dataset.preparation.owner)
         scheduler.put_ended = lambda request: self.claims.end(
             request.dataset, request.numbers.tolist()

@@ -1,7 +1,7 @@
 """Turns: which connection the loop works for next.
 
 Whatever a client causes in the loop's thread is done here: its messages are received, decoded and
-handled, and what lasts for more than a moment comes in steps. The users share the time by
+handled, and work that lasts for more than a moment is done in steps. The users share the time by
 `FairShare`, the connections of a user one after another, for SLICE_S at a time; a connection that
 has become readable without a session or a job (a greeting, `ffserve status`) is the next of its
 user. After TURN_S the loop looks for new connections, arrived messages and completed reads.
@@ -48,7 +48,7 @@ class Turns:
         self._after = after
         self._share = FairShare()
         self._waiting: dict[User, tuple[deque[TurnTaker], deque[TurnTaker]]] = {}
-        """Of each user: connections that go first, the others."""
+        """The connections of each user that wait for a turn: those that go first, the others."""
         self._running = False
         self._ended = 0.0
         """When the last turn ended."""

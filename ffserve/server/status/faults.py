@@ -10,12 +10,10 @@ import numpy as np
 from ffserve.cache.tables import ShardTable
 from ffserve.dtypes import Int64s
 from ffserve.errors import ArenaError, FFServeError, FormatError
+from ffserve.limits import MOST_SLOW_FILES
 from ffserve.server.files.shards import OpenShard
 from ffserve.server.life.log import RepeatedLines
 from ffserve.server.reading.statistics import Statistics
-
-MOST_SLOW = 256
-"""Files with slow reads that are remembered, the latest."""
 
 
 @dataclass(slots=True)
@@ -36,7 +34,7 @@ class Faults:
         self._table = table
         self.lines = RepeatedLines()
         self.slow_reads: OrderedDict[int, SlowReads] = OrderedDict()
-        """By the number of a shard's first sample; the latest last."""
+        """The slow reads of each file, by the number of its first sample; the latest last."""
 
     def refused(self, uid: int, error: FFServeError, now: float) -> None:
         """Note that a client was refused."""
@@ -90,7 +88,7 @@ class Faults:
             slow.count += 1
             slow.longest_s, slow.last = max(slow.longest_s, seconds), now
             self.slow_reads.move_to_end(base)
-        while len(self.slow_reads) > MOST_SLOW:
+        while len(self.slow_reads) > MOST_SLOW_FILES:
             self.slow_reads.popitem(last=False)
 
     def forget(self, base: int) -> None:

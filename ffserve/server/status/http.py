@@ -3,7 +3,7 @@
 Whoever can reach the address may connect, so nothing here waits for a client and no client costs
 much. A connection carries one request, which must come within REQUEST_TIMEOUT_S and be read within
 ANSWER_TIMEOUT_S, or be the one that brings the page its events, each of which must be read within
-that time; beyond MOST_CONNECTIONS the oldest one is closed, so that a new one is always
+that time; beyond MOST_HTTP_CONNECTIONS the oldest one is closed, so that a new one is always
 served. All of them together are one user of the loop's time (`turns`), which a flood cannot exceed.
 The metrics are made in steps, at most once in LEAST_AGE_S for all who ask; so are the events, and
 only while somebody watches.
@@ -27,11 +27,12 @@ import h11
 
 from ffserve.config import ServerConfig, split_address
 from ffserve.errors import UsageError
+from ffserve.limits import MOST_HTTP_CONNECTIONS, MOST_HTTP_REQUEST_SIZE
 from ffserve.server.sessions import server
 from ffserve.server.sessions.server import Server
 from ffserve.server.status import metrics, page
-from ffserve.server.users.access import Peer
 from ffserve.server.users.descriptors import DescriptorReceiver, closer_of, refuse_descriptors
+from ffserve.server.users.peers import Peer
 from ffserve.server.users.shares import User
 from ffserve.system.socket_path import prepare_socket_directory
 
@@ -39,17 +40,15 @@ log = logging.getLogger("ffserve")
 
 REQUEST_TIMEOUT_S, ANSWER_TIMEOUT_S = 5.0, 10.0
 EVENTS_BUFFER = 64 << 10
-"""Bytes of events that the kernel keeps for a browser."""
-MOST_CONNECTIONS = 64
+"""The kernel keeps at most so many bytes of events for a browser."""
 LEAST_AGE_S = 1.0
-"""How old metrics are at least before they are made anew."""
-MOST_REQUEST_SIZE = 8192
+"""Metrics that are younger are sent again; older ones are made anew."""
 _CHUNK = 4096
 _ACCEPTED, _ACCEPT_INTERVAL_S = 8, 0.005
-"""Connections that are accepted in one turn of the loop, and the time until the next turn: each
-takes 20 us."""
+"""One turn of the loop accepts so many connections, and the next turn comes after
+_ACCEPT_INTERVAL_S: each connection takes 20 us."""
 _ACCEPT_PAUSE_S = 0.2
-"""After accept() has failed, for example without a free descriptor."""
+"""The pause after accept() has failed, for example because no descriptor is free."""
 _BACKLOG = 128
 _TEXT = "text/plain; charset=utf-8"
 
@@ -99,7 +98,7 @@ class HttpServer:
         self.is_unix = listener.family == socket.AF_UNIX
         self._listener = listener
         self.refuses_descriptors = self.is_unix and refuse_descriptors(listener)
-        self._connections: dict[_Connection, None] = {}
+        self._connections: dict[_HttpConnection, None] = {}
         """The oldest first."""
         self._scrapes = {False: _Scrape(self, False), True: _Scrape(self, True)}
         self._events = {False: _Events(self, False), True: _Events(self, True)}
@@ -119,9 +118,9 @@ class HttpServer:
                 pause_s = _ACCEPT_PAUSE_S
                 break
             sock.setblocking(False)
-            if len(self._connections) >= MOST_CONNECTIONS:
+            if len(self._connections) >= MOST_HTTP_CONNECTIONS:
                 next(iter(self._connections)).close()
-            self._connections[_Connection(self, sock)] = None
+            self._connections[_HttpConnection(self, sock)] = None
         self.server.loop.remove_reader(self._listener.fileno())
         self.server.loop.call_later(pause_s, self._resume)
 
@@ -129,7 +128,7 @@ class HttpServer:
         if self._listener.fileno() >= 0:
             self.server.loop.add_reader(self._listener.fileno(), self._accept)
 
-    def forget(self, connection: _Connection) -> None:
+    def forget(self, connection: _HttpConnection) -> None:
         """A connection was closed."""
         self._connections.pop(connection, None)
         for scrape in self._scrapes.values():
@@ -137,7 +136,7 @@ class HttpServer:
         for events in self._events.values():
             events.watching.pop(connection, None)
 
-    def answer(self, connection: _Connection, path: str, *, jobs: bool) -> None:
+    def answer(self, connection: _HttpConnection, path: str, *, jobs: bool) -> None:
         """Answer a GET, now or later.
 
         Args: jobs: whether names of jobs may be shown.
@@ -213,11 +212,11 @@ class _Scrape(_Made):
 
     def __init__(self, http: HttpServer, names: bool) -> None:
         super().__init__(http, names)
-        self.waiting: dict[_Connection, None] = {}
+        self.waiting: dict[_HttpConnection, None] = {}
         self._body = b""
         self._made_at = float("-inf")
 
-    def ask(self, connection: _Connection) -> None:
+    def ask(self, connection: _HttpConnection) -> None:
         """Answer a connection with the metrics."""
         now = time.monotonic()
         if self._steps is None and now < self._made_at + LEAST_AGE_S:
@@ -245,12 +244,12 @@ class _Events(_Made):
 
     def __init__(self, http: HttpServer, names: bool) -> None:
         super().__init__(http, names)
-        self.watching: dict[_Connection, None] = {}
+        self.watching: dict[_HttpConnection, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         """Until the next event is made; the last one is fresh."""
         self._last = b""
 
-    def watch(self, connection: _Connection) -> None:
+    def watch(self, connection: _HttpConnection) -> None:
         """Send events to a connection from now on."""
         if not connection.begin_events():
             return
@@ -284,7 +283,7 @@ class _Events(_Made):
             self._timer.cancel()
 
 
-class _Connection:
+class _HttpConnection:
     """One request and its answer; a worker of `turns`."""
 
     def __init__(self, http: HttpServer, sock: socket.socket) -> None:
@@ -342,7 +341,7 @@ class _Connection:
     def _handle(self, chunk: bytes) -> None:
         """Go on with the request. Raises: h11.RemoteProtocolError."""
         if self._h11 is None:  # not earlier, since that takes longer than to accept a connection
-            size = MOST_REQUEST_SIZE
+            size = MOST_HTTP_REQUEST_SIZE
             self._h11 = h11.Connection(h11.SERVER, max_incomplete_event_size=size)
         self._h11.receive_data(chunk)
         event = self._h11.next_event()

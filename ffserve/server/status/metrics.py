@@ -31,6 +31,7 @@ from prometheus_client.utils import floatToGoString
 from ffserve._version import __version__
 from ffserve.cache.jobs import JobProgress
 from ffserve.errors import BY_CODE, printable
+from ffserve.limits import MOST_LABEL, MOST_SERIES_DOMAINS, MOST_SERIES_FILES, MOST_SERIES_JOBS
 from ffserve.server.files.remote import store_facts
 from ffserve.server.reading.statistics import BOUNDS_S, Histogram
 from ffserve.server.sessions.job_table import Job
@@ -39,22 +40,14 @@ from ffserve.server.sessions.state import ServerState
 from ffserve.server.status.report import arena_facts, domain_facts, progress_facts
 
 CONTENT_TYPE: str = CONTENT_TYPE_LATEST
-MOST_JOBS = 64
-"""Jobs with series of their own: those with sessions first, then those that were seen last."""
-MOST_DOMAINS = 64
-"""Domains with a series of their own, the largest."""
-MOST_FILES = 64
-"""Damaged files with a series of their own."""
-MOST_LABEL = 100
-"""Characters of a label's value."""
 _STEP_COUNT, _STEP_JOBS = 64, 1024
-"""Positions of jobs, and jobs, that are looked at in one step."""
+"""One step looks at so many positions of jobs, or so many jobs."""
 _END = b"# EOF\n"
 _LABELS = ("job", "user")
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator["Metric | None", None, T]
-"""Yields families, and None between other steps."""
+"""A generator that yields families, and None between other steps."""
 
 
 def render(server: Server, *, jobs: bool, now: float) -> Generator[None, None, bytes]:
@@ -257,7 +250,9 @@ def _domains(state: ServerState) -> Metric:
         labels=("user", "namespace"),
         unit="bytes",
     )
-    rows = heapq.nlargest(MOST_DOMAINS, domain_facts(state, None), key=lambda row: row["size"])
+    rows = heapq.nlargest(
+        MOST_SERIES_DOMAINS, domain_facts(state, None), key=lambda row: row["size"]
+    )
     for row in rows:
         labels = ("" if row[key] is None else str(row[key]) for key in ("user", "namespace"))
         family.add_metric(tuple(labels), row["size"])
@@ -276,7 +271,7 @@ def _damaged(state: ServerState) -> Iterator[Metric | None]:
             if shard.damaged:
                 rows[_label(shard.path[-MOST_LABEL:])] += shard.damaged
         yield None
-    for path in heapq.nlargest(MOST_FILES, rows, key=rows.__getitem__):
+    for path in heapq.nlargest(MOST_SERIES_FILES, rows, key=rows.__getitem__):
         family.add_metric((path,), rows[path])
     yield family
 
@@ -289,7 +284,7 @@ def _jobs_of(state: ServerState) -> Steps[tuple[int, list[Job]]]:
         part = jobs[first : first + _STEP_JOBS]
         running += sum(job.sessions > 0 for job in part)
         latest = heapq.nlargest(
-            MOST_JOBS, latest + part, key=lambda job: (job.sessions > 0, job.last_seen)
+            MOST_SERIES_JOBS, latest + part, key=lambda job: (job.sessions > 0, job.last_seen)
         )
         yield None
     return running, latest

@@ -19,14 +19,14 @@ from ffserve.errors import ProtocolError, printable
 Facts: TypeAlias = Mapping[str, Any]
 
 AT_WORK_S = 10.0
-"""A job that was not seen for so long is idle."""
+"""A job that was not seen for so long is shown as idle."""
 LABEL_LENGTH = 12
-"""Characters of the number by which a job without a title is shown."""
+"""A job without a title is shown by so many characters of its number."""
 MOST_LABEL = 64
-"""Characters of a label; escapes make a title longer."""
+"""A label has at most so many characters; escapes make a title longer."""
 TRAINER = "trainer"
 NEARLY = 0.9
-"""The share of a limit from which on it is shown as nearly reached."""
+"""A limit of which this share is used is shown as nearly reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ def overview(facts: Facts) -> Overview:
         return _overview(_filled(facts))
     except (KeyError, TypeError, AttributeError) as error:
         raise ProtocolError(
-            f"the report of the daemon has another form than this release shows: {error!r}",
+            f"this release cannot show the report of the daemon, which has another form: {error!r}",
             hint="install the same release of ffserve as the daemon's, or use --json",
         ) from error
 

@@ -14,22 +14,21 @@ from heapq import nlargest, nsmallest
 from importlib.resources import files
 from typing import Any
 
+from ffserve.limits import MOST_PAGE_JOBS, MOST_PAGE_ROWS
 from ffserve.server.sessions.state import ServerState
 from ffserve.server.status.overview import JobRow, overview
 from ffserve.server.status.report import status
-from ffserve.server.users.access import HOST, Peer
+from ffserve.server.users.peers import HOST, Peer
 
 EVENT_INTERVAL_S = 2.0
-"""From an event to the next."""
-MOST_JOBS, MOST_ROWS = 32, 16
-"""Rows about jobs, and in each other list, of an event."""
+"""The interval between two events."""
 EVENTS = "text/event-stream; charset=utf-8"
 FILES = {
     "/": ("page.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
-"""By path: the file and its type."""
+"""The file and its type, by path."""
 SECURITY = (
     (
         "Content-Security-Policy",
@@ -40,7 +39,7 @@ SECURITY = (
     ("Referrer-Policy", "no-referrer"),
     ("Cross-Origin-Resource-Policy", "same-origin"),
 )
-"""Headers of all answers."""
+"""The headers of all answers."""
 _ADMINISTRATOR = Peer(0, 0, HOST)
 _STRANGER = Peer(0, -2, -1)
 """A user who has no job and no file."""
@@ -60,14 +59,14 @@ def event(state: ServerState, now: float, *, names: bool) -> Generator[None, Non
     facts = yield from status(state, now, _ADMINISTRATOR if names else _STRANGER)
     # Only rows that are shown become rows of the overview, which takes longer than to choose them.
     facts["jobs"] = nsmallest(
-        MOST_JOBS, facts["jobs"], key=lambda job: (job["sessions"] == 0, job["idle_s"])
+        MOST_PAGE_JOBS, facts["jobs"], key=lambda job: (job["sessions"] == 0, job["idle_s"])
     )
     yield
-    facts["shards"] = nlargest(MOST_ROWS, facts["shards"], key=lambda row: row["cached_size"])
-    facts["groups"] = facts["groups"][: 2 * MOST_JOBS]
-    facts["lines"] = facts["lines"][-MOST_ROWS:]
+    facts["shards"] = nlargest(MOST_PAGE_ROWS, facts["shards"], key=lambda row: row["cached_size"])
+    facts["groups"] = facts["groups"][: 2 * MOST_PAGE_JOBS]
+    facts["lines"] = facts["lines"][-MOST_PAGE_ROWS:]
     for key in ("slow_files", "preparations"):
-        facts[key] = facts[key][:MOST_ROWS]
+        facts[key] = facts[key][:MOST_PAGE_ROWS]
     yield
     view = overview(facts)
     yield
@@ -82,7 +81,7 @@ def event(state: ServerState, now: float, *, names: bool) -> Generator[None, Non
         "lines": view.lines,
         "preparations": view.preparations,
     }
-    shown = {name: [asdict(row) for row in rows[:MOST_ROWS]] for name, rows in lists.items()}
+    shown = {name: [asdict(row) for row in rows[:MOST_PAGE_ROWS]] for name, rows in lists.items()}
     yield
     totals = {**asdict(view.totals), "sessions_short": view.totals.sessions_short}
     text = json.dumps({"names": names, "totals": totals, "jobs": jobs, **shown}, allow_nan=False)

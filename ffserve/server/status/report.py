@@ -9,18 +9,17 @@ from typing import Any
 
 from ffserve._version import __version__
 from ffserve.cache.jobs import JobProgress
+from ffserve.limits import MOST_REPORT_ROWS
 from ffserve.server.files.remote import store_facts
 from ffserve.server.files.shards import OpenShard
 from ffserve.server.life.log import NOBODY, latest
 from ffserve.server.reading.statistics import LARGEST_COUNT
 from ffserve.server.sessions.job_table import Job
 from ffserve.server.sessions.state import ServerState
-from ffserve.server.users.access import Peer, Viewer, viewer_of
+from ffserve.server.users.peers import Peer, Viewer, viewer_of
 
-MOST_ROWS = 1000
-"""Rows in each list, so that a REPORT fits into a frame whatever clients open."""
 STEP_ROWS = 64
-"""Rows that are made in one step."""
+"""One step makes so many rows."""
 
 
 def status(state: ServerState, now: float, peer: Peer) -> Generator[None, None, dict[str, Any]]:
@@ -98,7 +97,7 @@ def _rows(
     rows: dict[str, list[dict[str, Any]]] = {}
     for name, each in facts.items():
         mine = rows[name] = []
-        while part := list(islice(each, min(STEP_ROWS, MOST_ROWS - len(mine)))):
+        while part := list(islice(each, min(STEP_ROWS, MOST_REPORT_ROWS - len(mine)))):
             mine += part
             yield None
     return rows
@@ -129,7 +128,7 @@ def domain_facts(state: ServerState, viewer: Viewer | None) -> list[dict[str, An
             "size": state.memory.arena.slabs_in(domain.number) * state.memory.arena.slab_size,
             "shards": domain.shards,
         }
-        for domain in state.domains.all[:MOST_ROWS]
+        for domain in state.domains.all[:MOST_REPORT_ROWS]
         if viewer is None or domain.owner is None or viewer_of(domain.owner) == viewer
     ]
 
@@ -146,7 +145,7 @@ def preparation_facts(state: ServerState, viewer: Viewer | None) -> list[dict[st
             "cost_s": round(each.cost_s, 3),
             "saved_s": round(each.saved_s, 3),
         }
-        for each in state.files.catalog.preparations.all[:MOST_ROWS]
+        for each in state.files.catalog.preparations.all[:MOST_REPORT_ROWS]
         if viewer is None or viewer_of(each.owner) == viewer
     ]
 
@@ -275,7 +274,7 @@ def group_facts(state: ServerState, now: float, own: set[str] | None) -> list[di
         for each in facts:
             each["jobs"] = [name for name in each["jobs"] if name in own]
         facts = [each for each in facts if each["jobs"]]
-    return facts[:MOST_ROWS]
+    return facts[:MOST_REPORT_ROWS]
 
 
 def job_facts(state: ServerState, job: Job, now: float, viewer: Viewer | None) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""Access: who is at the other end of a connection, and which descriptors the daemon takes.
+"""Access: which descriptors the daemon takes, and which files everybody may read.
 
 A client proves that it may read a file by passing a descriptor that it opened itself: the kernel
-has decided then, with all groups, ACLs and namespaces of the client. The daemon opens no path of a
-client. It takes a descriptor only if nothing but its sender can suffer from it: a regular file,
-opened for reading and not for writing, on a file system that no ordinary user can make hang. What
-the daemon knows of the file (identity, size) comes from the descriptor, never from a message.
+has then decided, with all groups, ACLs and namespaces of the client. The daemon opens no path of a
+client. It takes only descriptors that can harm nobody but their sender: of a regular file that was
+opened for reading and not for writing, on a file system that no ordinary user can make hang. The
+daemon learns identity and size of a file from the descriptor, never from a message.
 
 A file system can hang in any call on its files, fstat(2) and close(2) included. So nothing here
 runs in the thread of the event loop.
@@ -16,17 +16,13 @@ import contextlib
 import errno
 import fcntl
 import functools
-import itertools
 import logging
 import os
-import select
-import socket
 import stat
-import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -42,12 +38,11 @@ from ffserve.engine.opening import (
     stat_names,
 )
 from ffserve.errors import AccessDenied
+from ffserve.server.users.peers import Owner, Peer
 
 log = logging.getLogger("ffserve")
 
-_SO_PEERPIDFD = 77
 _PATH_MAX = 4096
-_UCRED = struct.Struct("=iII")
 
 FILE_SYSTEMS = {
     "ext4": 0xEF53,  # and ext2, ext3
@@ -83,227 +78,14 @@ FILE_SYSTEMS = {
     "afs": 0x5346414F,
     "9p": 0x01021997,
 }
-"""Served: disks, and network file systems, which only an administrator can mount. By the f_type of
-statfs(2); see linux/magic.h. Not served are file systems that ordinary users can mount and make
-hang (FUSE; in a user namespace an overlay over FUSE), unless the administrator says so, and those
-whose files are no data (proc, sysfs)."""
+"""The daemon serves files on disks, and on network file systems, which only an administrator can
+mount; by the f_type of statfs(2), see linux/magic.h. It does not serve file systems that ordinary
+users can mount and make hang (FUSE; in a user namespace an overlay over FUSE), unless the
+administrator allows them, nor those whose files are no data (proc, sysfs)."""
 
 DECIDED_ELSEWHERE = ("afs", "cifs", "smb2")
-"""File systems whose servers decide who may read, whatever the permission bits say: their files are
-never common by these bits."""
-
-Owner: TypeAlias = tuple[int, int]
-"""User and namespace: who shares a proof; see `Peer`."""
-
-OWN, HOST = 0, 1
-"""The namespaces that last as long as the daemon: its own, and that of process 1."""
-
-Viewer: TypeAlias = int | Owner
-"""Who sees which files and jobs in STATUS."""
-
-_unknown = itertools.count(-1, -1)
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """The user behind a connection, as the kernel reports it.
-
-    uid: in the daemon's user namespace. namespace: a number for the mount namespace that the client
-    connected from, see `Namespaces`; below 0: unknown, and different for each connection.
-
-    A number is not always a person: the root of a container is not the root of the machine, equal
-    numbers in two containers may be two people, and all users without a number in the daemon's user
-    namespace appear as one, the overflow user. So what one session has proven counts for another
-    only if user and namespace are the same.
-    """
-
-    pid: int
-    uid: int
-    namespace: int
-
-    @property
-    def owner(self) -> Owner:
-        """Whose proofs this peer shares."""
-        return self.uid, self.namespace
-
-    @property
-    def viewer(self) -> Viewer:
-        """As who it is told of files and jobs."""
-        return viewer_of(self.owner)
-
-    @property
-    def is_self(self) -> bool:
-        """Whether it is the daemon's own user, outside of any container of its own."""
-        return self.uid == os.geteuid() and self.namespace == OWN
-
-    @property
-    def is_administrator(self) -> bool:
-        """Whether it is root or the daemon's own user, and not the root of a container."""
-        return is_administrator(self.uid) and self.namespace in (OWN, HOST)
-
-
-class Credentials(NamedTuple):
-    """Process and user at the other end of a connection."""
-
-    pid: int
-    uid: int
-
-    @classmethod
-    def of(cls, connection: socket.socket) -> Credentials:
-        """Return those with which the peer of a Unix socket connected, or began to listen."""
-        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-        return cls(*_UCRED.unpack(raw)[:2])
-
-
-def viewer_of(owner: Owner) -> Viewer:
-    """Return as who an owner is told of files and jobs: as the user, in all namespaces, unless that
-    number stands for somebody else elsewhere."""
-    uid, namespace = owner
-    elsewhere = is_administrator(uid) and namespace not in (OWN, HOST)
-    return owner if elsewhere or uid == _ambiguous_uid() else uid
-
-
-def is_administrator(uid: int) -> bool:
-    """Whether a user is one of those who may stop the daemon, if not in a container."""
-    return uid in (0, os.geteuid())
-
-
-@dataclass(slots=True, eq=False)
-class _Namespace:
-    """A mount namespace with clients. mounts: its table of mounts, which keeps it alive."""
-
-    number: int
-    mounts: int
-    clients: int = 0
-
-
-class Namespaces:
-    """The mount namespaces of clients.
-
-    Everybody may tell them apart by the numbers of their mounts. But the kernel gives free numbers
-    to others, so a container would be taken for one that has ended, and get its samples. So each
-    namespace has a number here that is never used again, and is kept alive while one of its clients
-    is connected.
-    """
-
-    def __init__(self) -> None:
-        self._by_mount: dict[int, _Namespace] = {}
-        self._by_number: dict[int, _Namespace] = {}
-        self._numbers = itertools.count(HOST + 1)
-
-    def peer(self, connection: socket.socket) -> Peer:
-        """Return the peer of a connected Unix socket; `release` its namespace when it has gone."""
-        pid, uid = Credentials.of(connection)
-        namespace = None if uid == _ambiguous_uid() else self._hold(pid)
-        if namespace is not None and _has_ended(connection):
-            self.release(namespace)
-            namespace = None
-        return Peer(pid, uid, next(_unknown) if namespace is None else namespace)
-
-    def _hold(self, pid: int) -> int | None:
-        if not _proc_is_own():
-            return None
-        try:
-            fd = os.open(f"/proc/{pid}/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return None
-        first = _first_mount(fd)
-        held = None if first is None else self._by_mount.get(first)
-        if held is not None and _first_mount(held.mounts) != first:
-            held = None  # that mount has gone from it
-        if first is None or held is not None or first in (_mount_of("self"), _mount_of("1")):
-            os.close(fd)
-        if first is None:
-            return None
-        if first == _mount_of("self"):
-            return OWN
-        if first == _mount_of("1"):
-            return HOST
-        if held is None:
-            held = self._by_mount[first] = _Namespace(next(self._numbers), fd)
-            self._by_number[held.number] = held
-        held.clients += 1
-        return held.number
-
-    def release(self, number: int) -> bool:
-        """A client has gone; return whether nobody of this namespace will ever come again."""
-        held = self._by_number.get(number)
-        if held is None:
-            return False
-        held.clients -= 1
-        if held.clients:
-            return False
-        del self._by_number[number]
-        for first in [first for first, each in self._by_mount.items() if each is held]:
-            del self._by_mount[first]
-        os.close(held.mounts)
-        return True
-
-
-@functools.cache
-def _ambiguous_uid() -> int | None:
-    """Return the number of all users that the daemon's user namespace does not map, if any."""
-    if _read("/proc/self/uid_map").split() == [b"0", b"0", b"%d" % ((1 << 32) - 1)]:
-        return None
-    return int(_read("/proc/sys/kernel/overflowuid"))
-
-
-def _read(path: str) -> bytes:
-    with open(path, "rb", buffering=0) as file:
-        return file.read(4096)
-
-
-def _first_mount(mounts: int) -> int | None:
-    """Return the number of the first mount in an open table of mounts; None: it has none.
-
-    It belongs to one namespace only. Everybody may read it, whereas /proc/PID/ns/mnt is for those
-    who may trace the process.
-    """
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        return int(os.pread(mounts, 64, 0).split(maxsplit=1)[0])
-    return None
-
-
-@functools.cache
-def _proc_is_own() -> bool:
-    """Whether the numbers in /proc are those of this process's PID namespace."""
-    try:
-        return os.readlink("/proc/self") == str(os.getpid())
-    except OSError:
-        return False
-
-
-@functools.cache
-def _mount_of(process: str) -> int | None:
-    with contextlib.suppress(OSError):
-        fd = os.open(f"/proc/{process}/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return _first_mount(fd)
-        finally:
-            os.close(fd)
-    return None
-
-
-def namespace_marks() -> tuple[int, int]:
-    """Return what tells whether OWN and HOST are the same namespaces as those of another process,
-    as long as these last; -1: unknown."""
-    own, host = _mount_of("self"), _mount_of("1")
-    return -1 if own is None else own, -1 if host is None else host
-
-
-def _has_ended(connection: socket.socket) -> bool:
-    """Whether the peer has ended, so that its number may be that of another process by now."""
-    try:
-        raw = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4)
-    except OSError:  # before Linux 6.5
-        return False
-    pidfd = int.from_bytes(raw, "little")
-    try:
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
-        return bool(poll.poll(0))
-    finally:
-        os.close(pidfd)
+"""The servers of these file systems decide who may read, whatever the permission bits say. So the
+bits never make their files common."""
 
 
 @dataclass(slots=True)
@@ -322,7 +104,7 @@ DomainsOf: TypeAlias = "Callable[[CheckedFiles], list[Owner | None]]"
 
 
 class Rules:
-    """What the administrator allows.
+    """The rules of the administrator: which files are served, and which are common.
 
     Args:
         roots: directories; the files below them are served.
@@ -341,7 +123,7 @@ class Rules:
         """Check descriptors that a peer passed.
 
         Args: paths: the peer's names for the files, for errors.
-        Raises: AccessDenied; ReadError: the file system fails.
+        Raises: AccessDenied: a descriptor is not taken. ReadError: the file system fails.
         """
         flags, types, error = flags_and_types(fds)
         for k in np.flatnonzero(flags & (os.O_PATH | os.O_ACCMODE) != os.O_RDONLY)[:1].tolist():
@@ -354,7 +136,7 @@ class Rules:
         if error is not None:
             raise os_error(error, paths[len(types)])
         if not peer.is_self:
-            # Before anything else is asked of them: their file system may never answer.
+            # This comes before any other call on the files: their file system may never answer.
             for k in np.flatnonzero(~np.isin(types, self._served)).tolist():
                 self._check_mount(int(fds[k]), int(types[k]), paths[k])
         states, error = stat_fds(fds)
@@ -369,8 +151,8 @@ class Rules:
 
     @contextlib.contextmanager
     def domains(self, peer: Peer) -> Iterator[DomainsOf]:
-        """Return a function that tells to which domains the files of a peer belong. It looks files
-        up by the names that the peer gives them, and opens none that is not theirs."""
+        """Return a function that returns the owners of the domains of a peer's files. It looks up
+        the names that the peer gives, and opens no other file that it finds by them."""
         with contextlib.ExitStack() as held:
             if self._common == "user":
                 are_common = _own_user_may_read
@@ -388,8 +170,8 @@ class Rules:
             yield domains_of
 
     def _check_mount(self, fd: int, kind: int, asked: str) -> None:
-        """Refuse a file system that is not served, unless it is an overlay among the daemon's own
-        mounts, where only an administrator mounts one."""
+        """Refuse a file system that is not served. An overlay is served if it is among the daemon's
+        own mounts, which only an administrator can make."""
         if kind == USER_FILE_SYSTEMS["overlay"] and os.fstat(fd).st_dev in _own_overlays():
             return
         known = {**FILE_SYSTEMS, **USER_FILE_SYSTEMS}
@@ -411,7 +193,7 @@ class Rules:
 
 
 def check_memory(fds: list[int]) -> None:
-    """Check that a client passed one descriptor, of a memory file: reads of any other could hang.
+    """Check that a client passed one descriptor, of a memory file. Reads of other files could hang.
 
     Raises: AccessDenied.
     """
@@ -423,17 +205,17 @@ def check_memory(fds: list[int]) -> None:
         readable = False
     if not readable:
         raise AccessDenied(
-            "prepared samples do not come through a memory file",
-            hint="a client passes one descriptor, of memfd_create(2)",
+            "the client did not pass a memory file for its prepared samples",
+            hint="a client passes one descriptor, made by memfd_create(2)",
         )
 
 
 @functools.cache
 def _say_unknown() -> None:
     log.warning(
-        "the daemon does not see in which container its clients are (it has a PID or user "
-        "namespace of its own): samples of files that not everybody may read, or that it does not "
-        "find by their names, are kept apart for each process of a job"
+        "the daemon does not see in which container its clients are, since it has its own PID or "
+        "user namespace: it keeps the samples of files that not everybody may read, or that it "
+        "does not find by their names, apart for each process of a job"
     )
 
 
@@ -449,8 +231,8 @@ def _none_is(files: CheckedFiles) -> Bools:
 
 
 def _is_name(path: str) -> bool:
-    """Whether the kernel accepts a path of this length; to resolve a longer one would take very
-    long."""
+    """Whether the kernel accepts a path of this length. To resolve a longer one would take a long
+    time."""
     return len(path) * 4 < _PATH_MAX or len(os.fsencode(path)) < _PATH_MAX
 
 
@@ -468,7 +250,7 @@ def _numbers(states: States) -> tuple[list[int], list[int]]:
 
 def _own_user_opens(path: str, device: int, inode: int) -> bool:
     with contextlib.suppress(OSError, ValueError):
-        # Before the file is opened: to open a pipe or a device may do something.
+        # The file is looked at before it is opened: to open a pipe or a device can have effects.
         own = os.open(path, os.O_PATH | os.O_CLOEXEC)
         try:
             found = os.fstat(own)
@@ -482,9 +264,11 @@ def _own_user_opens(path: str, device: int, inode: int) -> bool:
 
 
 def everybody_may_read(paths: list[str], fds: Int32s) -> Bools:
-    """Return which open files are those of their names, and all users may read them by those.
+    """Return which open files all users may open by these paths.
 
-    Raises: OSError: of the first file about which nothing can be learned.
+    A file whose path leads to another file by now is not one of them.
+
+    Raises: OSError: the state of a file cannot be read.
     """
     _, types, error = flags_and_types(fds)
     states, other = stat_fds(fds)
@@ -495,10 +279,11 @@ def everybody_may_read(paths: list[str], fds: Int32s) -> Bools:
 
 
 class _Directories:
-    """Which files everybody may read, by the permissions of file and directories.
+    """Finds out which files everybody may read, by the permissions of files and directories.
 
-    Names are followed from directory to directory by descriptors, so that nobody can exchange what
-    was checked. The last directory is kept: files that are opened together mostly lie together.
+    It follows a path from directory to directory by descriptors, so that nobody can exchange a
+    directory that was checked. It keeps the last directory open: files that are opened together
+    mostly lie in one directory.
     """
 
     def __init__(self) -> None:
@@ -511,7 +296,7 @@ class _Directories:
         self._leave()
 
     def everybody_may_read(self, files: CheckedFiles) -> Bools:
-        """Return which are the files of their names, and all users may read them by those."""
+        """Return which of the files all users may open by their paths."""
         may: Bools = (files.states["mode"] & 0o444 == 0o444) & _bits_decide(files.types)
         may[may] = ~have_acls(files.fds[may])
         by_directory: defaultdict[str, list[int]] = defaultdict(list)
@@ -527,7 +312,7 @@ class _Directories:
         return may
 
     def _are_public(self, directory: str, paths: list[str], states: States) -> Bools:
-        """Return whether everybody finds files by their names, all in one directory."""
+        """Return which files everybody finds by their names, all in one directory."""
         public, names = np.zeros(len(paths), np.bool_), [os.path.basename(path) for path in paths]
         others: list[int] = []
         with contextlib.suppress(OSError, ValueError):
@@ -535,7 +320,7 @@ class _Directories:
             while fd is not None and done < len(paths):
                 found, _ = stat_names(fd, names[done:])
                 mine = states[done : done + len(found)]
-                # While it is open, its number belongs to no other file.
+                # While a file is open, its inode number belongs to no other file.
                 same = (found["device"] == mine["device"]) & (found["inode"] == mine["inode"])
                 public[done : done + len(found)] = same
                 links = np.flatnonzero(found["mode"] & KIND_BITS == stat.S_IFLNK)
@@ -557,12 +342,12 @@ class _Directories:
         return False
 
     def _look_up(self, directory: str, name: str) -> os.stat_result | None:
-        """Return what a name in a directory is; None if not everybody may search the directory."""
+        """Return the status of a name in a directory; None if not everybody may search it."""
         fd = self._open(directory)
         return None if fd is None else os.stat(name, dir_fd=fd, follow_symlinks=False)
 
     def _open(self, directory: str) -> int | None:
-        """Return a directory that everybody may search; None: not everybody may."""
+        """Return a descriptor of a directory; None if not everybody may search it."""
         if directory != self._last[0]:
             self._leave()
             self._last = directory, _open_public(directory)
@@ -575,8 +360,8 @@ class _Directories:
 
 
 def _resolved(path: str) -> str:
-    """Return a path without symbolic links. The kernel follows 40 of them, `os.path.realpath` as
-    many as a user makes."""
+    """Return a path without symbolic links. The kernel follows at most 40 of them;
+    `os.path.realpath` would follow as many as a user has made."""
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         return os.readlink(f"/proc/self/fd/{fd}")
@@ -585,14 +370,14 @@ def _resolved(path: str) -> str:
 
 
 def _bits_decide(types: Int64s) -> Bools:
-    """Return whether permission bits tell who may read, by types of file systems."""
+    """Return for which types of file systems permission bits decide who may read."""
     elsewhere = [FILE_SYSTEMS[name] for name in DECIDED_ELSEWHERE]
     found: Bools = np.isin(types, elsewhere, invert=True)
     return found
 
 
 def _open_public(directory: str) -> int | None:
-    """Open a directory that everybody may search, as all above it; None: it is not."""
+    """Open a directory if everybody may search it and all above it; else return None."""
     fd = os.open("/", os.O_PATH | os.O_CLOEXEC)
     for name in directory.split("/"):
         flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -611,7 +396,7 @@ def _open_public(directory: str) -> int | None:
 
 
 def _everybody_may_search(directory: int) -> bool:
-    # A descriptor with O_PATH has no attributes by itself.
+    # Extended attributes cannot be read from a descriptor with O_PATH.
     searchable = os.fstat(directory).st_mode & 0o111 == 0o111
     return searchable and not _has_acl(f"/proc/self/fd/{directory}")
 

@@ -1,9 +1,9 @@
 """Descriptors of clients: how they are received and refused, and closed in threads, a few per user.
 
-To close a descriptor can take as long as its sender wants: a TCP connection that lingers, a file on
-a silent file system, a file in memory whose pages are freed. So the loop's thread never closes the
-last descriptor of something that a client opened. The kernel closes descriptors that were sent and
-not received, when it discards them: then the thread waits that receives, or closes the socket.
+To close a descriptor can take as long as its sender wants: a TCP connection lingers, a file system
+is silent, the pages of a memory file are freed. So the event loop never closes the last descriptor
+of a file that a client opened. The kernel closes descriptors that were sent and not received when
+it discards them; then the thread that receives, or closes the socket, waits for that.
 Since Linux 6.16 a socket can refuse descriptors (SO_PASSRIGHTS), so that clients can pass some only
 after the daemon has asked for them. Before, all are received, to be closed here.
 """
@@ -23,12 +23,10 @@ from collections.abc import Callable
 from functools import partial
 
 from ffserve.engine.opening import close_fds
+from ffserve.limits import CLOSING_THREADS
 from ffserve.protocol import MOST_FILES
 from ffserve.server.users.shares import User
 from ffserve.server.users.threads import run_in_thread
-
-THREADS = 4
-"""That close for one user at once."""
 
 _SO_PASSRIGHTS = 83
 _ANCILLARY_SIZE = socket.CMSG_SPACE(4 * MOST_FILES)
@@ -62,7 +60,7 @@ class Closer:
         self._threads = 0
 
     def close(self, call: Callable[[], None], count: int) -> None:
-        """Make a call that closes so many descriptors."""
+        """Make a call in a thread. Args: count: how many descriptors it closes."""
         self._user.closing.take(count)
 
         def closing() -> None:
@@ -72,7 +70,7 @@ class Closer:
 
         with self._lock:
             self._waiting.append(closing)
-            if self._threads == THREADS:
+            if self._threads == CLOSING_THREADS:
                 return
             self._threads += 1
         run_in_thread(self._run)
@@ -89,7 +87,7 @@ class Closer:
         """
         if carrying:
             with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RD)  # nothing comes any more
+                sock.shutdown(socket.SHUT_RD)  # nothing more can come
                 if sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
                     self.close(sock.close, 1)
                     return
@@ -106,7 +104,7 @@ class Closer:
 
 
 def closer_of(user: User) -> Closer:
-    """Return what closes for a user."""
+    """Return the closer of a user."""
     if user.closer is None:
         user.closer = Closer(user)
     closer: Closer = user.closer
@@ -123,8 +121,8 @@ class DescriptorReceiver:
         self._sock = sock
         self._can_refuse = refuses
         self._left = 0.0 if refuses else math.inf
-        """Bytes that may have descriptors."""
-        # One that connected before the listener refused them does not.
+        """So many unread bytes may have descriptors."""
+        # A connection that was made before the listener refused them accepts descriptors.
         if refuses and sock.getsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS):
             self.accept(False)
 

@@ -2,7 +2,7 @@
 
 A client can read all memory that it maps. So samples of files that not everybody may read lie in
 files that only their readers get. A domain is the common one, whose samples everybody who may
-connect shares, or that of one owner (`access.Owner`). It has a file for its part of the arena, of
+connect shares, or that of one owner (`peers.Owner`). It has a file for its part of the arena, of
 the directory and of the index; all are as large as the daemon's own mappings, which show, slab by
 slab and region by region, the file of the domain that the place belongs to. Slabs move between
 domains as they move between size classes (`cache/arena.py`); the policy knows no domains.
@@ -24,21 +24,19 @@ from ffserve.cache.cache import Cache
 from ffserve.cache.inventory import COMMON, OWNED, UNCLAIMED, Inventory
 from ffserve.cache.tables import Directory
 from ffserve.errors import ReadError
-from ffserve.server.users.access import Owner
-from ffserve.server.users.shares import OTHERS_SHARE
+from ffserve.limits import (
+    LEAST_PREPARED_SIZE,
+    MOST_DOMAINS,
+    MOST_USER_DOMAINS,
+    OTHERS_SHARE,
+    PREPARED_SAMPLE_SIZE,
+    PREPARED_SHARE,
+)
+from ffserve.server.users.peers import Owner
 from ffserve.system.memfd import MemoryFile, SharedMemory
 
-MOST_DOMAINS = 256
-"""Each has three descriptors."""
 SLABS_AT_ONCE = 4
-"""Slabs given back in one step, at 0.3 ms each."""
-PREPARED_SHARE, LEAST_TABLES = 4, 1 << 30
-"""Prepared samples need no file, but tables. These take at most 1 part in PREPARED_SHARE of the
-arena's size, or LEAST_TABLES, if each sample takes"""
-TABLES_SIZE = 32
-"""bytes."""
-MOST_OF_ONE_USER = 64
-"""A user can have any number of namespaces."""
+"""One step gives back so many slabs, which takes 0.3 ms each."""
 
 
 @dataclass(slots=True, eq=False)
@@ -189,7 +187,7 @@ class Domains:
             return False
         per_user = Counter(each[0] for each in self._by_owner if each is not None)
         of_user = 0 if owner is None else per_user[owner[0]]
-        return len(self._by_owner) >= MOST_DOMAINS or of_user >= MOST_OF_ONE_USER
+        return len(self._by_owner) >= MOST_DOMAINS or of_user >= MOST_USER_DOMAINS
 
     def obtain(self, owner: Owner | None) -> Domain:
         """Return the domain of an owner, made if there is none; None: the common one.
@@ -213,7 +211,7 @@ class Domains:
         Raises: ReadError: as of `obtain`; or the owner's prepared shards would have too many.
         """
         domain = self.obtain(owner)
-        most = max(self._arena.size // PREPARED_SHARE, LEAST_TABLES) // TABLES_SIZE
+        most = max(self._arena.size // PREPARED_SHARE, LEAST_PREPARED_SIZE) // PREPARED_SAMPLE_SIZE
         left = most - sum(each.prepared_count for each in self._by_owner.values())
         held = domain.prepared_count
         if count > left or held + count > OTHERS_SHARE * left:

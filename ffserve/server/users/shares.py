@@ -11,7 +11,7 @@ up, and a user who asks for little is served at once however much others ask for
 one waits, and no other user notices. What cannot wait (sessions, leases, announced orders) has a
 limit that falls as others take: a user may have OTHERS_SHARE times what is left (dynamic
 thresholds: Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998). So one user alone
-gets four fifths, and a newcomer always finds something. Administrators (`access.Peer`), who could
+gets four fifths, and a newcomer always finds something. Administrators (`peers.Peer`), who could
 stop the daemon anyway, have the limit of all users together instead.
 
 No socket and no clock: `now` is monotonic time in seconds.
@@ -25,27 +25,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ffserve.errors import ServerUnavailable
+from ffserve.limits import (
+    MOST_ASKED,
+    MOST_CLOSING,
+    MOST_PATHS,
+    MOST_RECEIVED,
+    MOST_UNSENT,
+    MOST_USER_REQUESTS,
+    OTHERS_SHARE,
+)
 
-OTHERS_SHARE = 4
-"""A user may have so many times what no user has."""
-MOST_RECEIVED = 32 << 20
-"""Bytes of incomplete messages of one user; beyond, only small messages are received."""
-MOST_UNSENT = 32 << 20
-"""Bytes of replies that one user has not read; beyond, no message of the user is handled."""
-MOST_CLOSING = 64
-"""Descriptors that came from one user and are being closed; beyond, no message is received."""
-MOST_USER_REQUESTS = 4096
-"""Unanswered GETs and LEASEs of one user; beyond, further ones wait."""
-MOST_ASKED = 1 << 22
-"""Samples in these, and samples that the user has not acknowledged or released."""
-MOST_PATHS = 1 << 19
-"""Paths in the OPENs of one user that are not answered; beyond, further ones wait."""
-MOST_USER_DATASETS = 1 << 16
-"""Data sets that one user has open in all sessions."""
-MOST_ANNOUNCED = 512
-"""Data sets in which the jobs of one user have announced an order."""
 ACTIVE_S = 1.0
-"""A user without a request for so long does not count as one who shares the disk."""
+"""A user who has sent no request for so long does not count as one who shares the disk."""
 _FEW = 64
 
 
@@ -92,7 +83,7 @@ class User:
 
     Args:
         uid: of its processes.
-        trusted: an administrator; see `access.Peer`.
+        trusted: an administrator; see `peers.Peer`.
     """
 
     uid: int = 0
@@ -133,7 +124,7 @@ class User:
 
 
 class FairShare:
-    """Chooses the user that has used least; see the module's text."""
+    """Chooses the user whose turn is next: the one that has used least of late."""
 
     def __init__(self) -> None:
         self._used: dict[User, float] = {}
