@@ -33,7 +33,6 @@ from ffserve.errors import ReadError
 from ffserve.formats.base import UNKNOWN_LENGTH, ChunkedShard
 from ffserve.system.memfd import MemoryFile, SharedMemory, discard_zeros, private_zeros
 
-ENTRY_DTYPE = np.dtype([("seq", "<u4"), ("length_low", "<u4"), ("place", "<u8")])
 CAPACITY = 1 << 32
 """The tables have room for so many samples of open shards. They take 64 + 48 GiB of address space,
 and no memory until it is used."""
