@@ -273,7 +273,7 @@ class Reader(BaseReader):
         """Return what was read through this reader in this loop, as `ffserve.Reader.stats`."""
         selection = self._here().selection
         if selection.source is None:
-            raise UsageError("nothing was read from this loop yet")
+            raise UsageError("this event loop has not read anything yet")
         return self._summed(selection.source, selection.spare)
 
     # ---- life -----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ SLOW_READS_S = 0.005
 """Reads that are further apart than this are reported each: what is used between two reports is
 prefetched twice, and that takes memory."""
 MOST_EPOCHS = 2
-"""Orders that are kept for the next daemon, should this one start anew."""
+"""A reader keeps so many orders for the next daemon, in case this one restarts."""
 MOST_NAME = 200
 
 Order: TypeAlias = tuple[Int64s, int, str | None, bool]

@@ -41,7 +41,7 @@ ANSWER_TIMEOUT_S = 120.0
 """A daemon that lives but owes an answer for so long (its disk is dead) counts as gone. Its own
 limits on waiting are far below that."""
 ORDER_PIECE = 16_384
-"""Positions in one ORDER: between the pieces the daemon serves others."""
+"""One ORDER has at most so many positions: the daemon serves others between the pieces."""
 RECEIVE_SIZE = 256 * 1024
 _ANSWERS: dict[type[Message], tuple[type[Message], ...]] = {
     protocol.Open: (protocol.Opened, protocol.Need),

@@ -52,7 +52,7 @@ SILENCE_S = 10
 """A daemon that owes an answer and sends nothing for so long is stopped: while it works on
 requests it sends ALIVE (server.ALIVE_INTERVAL_S)."""
 SEND_TIMEOUT_S = 30
-"""So long the daemon may leave requests unread that fill the socket."""
+"""The daemon may leave requests that fill the socket unread for so long."""
 
 
 class Driver(ABC):
@@ -256,7 +256,7 @@ class Connection(Driver):
         report: protocol.Report = self.wait(self.channel.resize(size))
         facts = report.facts.get("arena")
         if not isinstance(facts, dict):
-            raise ProtocolError("the daemon's REPORT has no arena", path=self.path)
+            raise ProtocolError("invalid REPORT: it has no arena", path=self.path)
         return facts
 
     def run(self, steps: Steps[T], request: Copying | None = None) -> T:
@@ -489,7 +489,7 @@ def status(path: str | None = None) -> dict[str, Any]:
 
 
 _kept: set[Connection] = set()
-"""Broken or closed, but samples are leased over them."""
+"""Connections that are broken or closed, but over which samples are leased."""
 
 
 # ---- the connections of this process -------------------------------------------------------------
@@ -506,7 +506,7 @@ class _Slot:
 _lock = threading.Lock()
 """Guards what follows; nothing waits for a daemon while it is held."""
 _slots: dict[tuple[str, str], _Slot] = {}
-"""By socket and job."""
+"""The connections of this process, by socket and job."""
 _job: str | None = None
 _job_inherited = False
 _fork_listeners: weakref.WeakSet[Any] = weakref.WeakSet()

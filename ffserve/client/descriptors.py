@@ -29,9 +29,9 @@ from ffserve.store.origin import ObjectVersion
 from ffserve.store.urls import is_url
 
 AT_ONCE = 256
-"""Files that are looked at in one call, which no signal interrupts."""
+"""One call looks at so many files; no signal interrupts it."""
 OPENED_AT_ONCE = 64
-"""Files that are opened in one call; with index files, fewer fit into a message than there are."""
+"""One call opens so many files; with their index files, not all may fit into a message."""
 
 
 class DatasetRequest(Protocol):

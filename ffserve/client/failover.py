@@ -377,7 +377,7 @@ class SourceSelection:
                 raise
         if self._first_time(error, key=error.code):
             log.warning(
-                "the daemon has no memory for samples, reading these without it: %s",
+                "the daemon has no memory for samples, so this process reads them without it: %s",
                 str(error),  # a handler that keeps the record must not keep the request's buffers
             )
         return self.spare

@@ -126,7 +126,9 @@ class Handshake:
             )
         arena_size, capacity = about.get("arena_size"), about.get("capacity")
         if not isinstance(arena_size, int) or not isinstance(capacity, int):
-            raise ProtocolError("invalid WELCOME: arena_size or capacity missing", path=self.path)
+            raise ProtocolError(
+                "invalid WELCOME: arena_size or capacity is missing", path=self.path
+            )
         if arena_size <= 0 or not 0 < capacity < 1 << 48:
             raise ProtocolError(
                 f"invalid WELCOME: arena_size {arena_size}, capacity {capacity}", path=self.path

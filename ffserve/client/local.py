@@ -41,7 +41,7 @@ from ffserve.reads.records import BatchEngine, Failures, outcome_of, record_batc
 log = logging.getLogger("ffserve")
 
 SIZES_AT_ONCE = 65_536
-"""Samples of unknown length that one request reads."""
+"""One request reads at most so many samples of unknown length."""
 MAX_CHUNK_SIZE = 1 << 30
 """Limit of a chunk's size, encoded or decoded; the daemon's limit is in its configuration."""
 

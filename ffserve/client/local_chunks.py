@@ -34,15 +34,15 @@ from ffserve.reads.chunks import (
 from ffserve.reads.records import BatchEngine
 
 KEPT_SIZE = 64 << 20
-"""Bytes of decoded chunks that a source keeps; the last chunk is kept however large."""
+"""A source keeps so many bytes of decoded chunks; it keeps the last chunk however large."""
 AHEAD_SIZE = 64 << 20
-"""Bytes of decoded chunks that a request has on their way at once, unless one is larger."""
+"""A request decodes at most so many bytes of chunks at once, unless one chunk is larger."""
 REUSED_SIZE = 8 << 20
-"""Bytes of memory for encoded chunks that a source keeps for later ones."""
+"""A source keeps so many bytes of memory for encoded chunks, to use it again."""
 
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
-"""Of this process, for all sources."""
+"""The threads that decode chunks for all sources of this process."""
 
 
 def in_decoding_thread(call: Callable[[], None]) -> None:

@@ -36,9 +36,9 @@ from ffserve.reads.records import BatchEngine
 from ffserve.system.machine import free_memory
 
 MOST_OF_FREE_MEMORY = 0.8
-"""Part of the free memory that the share may fill."""
+"""The share may fill this part of the free memory."""
 GAP = 64 << 10
-"""Bytes between records that are read with them."""
+"""Records with at most so many bytes between them are read together."""
 AROUND = 32 << 10
 """A read through the page cache brings a block of so many bytes around a smaller record, so that an
 epoch of small records in random order needs fewer reads of the device than there are records."""

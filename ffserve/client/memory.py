@@ -26,7 +26,7 @@ from ffserve.protocol import MOST_FILES
 from ffserve.system.memfd import can_map, is_sealed, map_read_only
 
 FILES = 3
-"""Descriptors of a domain."""
+"""The daemon passes so many descriptors for each domain."""
 _NO_MORE_FILES = "this process may have no more open files"
 MORE_FILES = "raise its limit: ulimit -n"
 

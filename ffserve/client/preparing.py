@@ -31,9 +31,10 @@ from ffserve.protocol import ELSEWHERE, READABLE, YOURS
 log = logging.getLogger("ffserve")
 
 CHECKED_EVERY = 10_000
-"""Samples found in memory, of which one is prepared again and compared."""
+"""One in so many samples that are found in memory is prepared again and compared."""
 MOST_ROUNDS = 4
-"""How often samples are claimed that vanish before they are copied; then they are prepared."""
+"""Samples that vanish before they are copied are claimed again so many times; then this
+process prepares them."""
 LARGEST_MEMORY = 256 << 20
 """Bytes of the memory file, of which only those that were written take memory; results of one batch
 beyond that are not shared."""
@@ -241,7 +242,7 @@ class PreparedSource(DaemonSource):
             self.blocking.channel.distrust(self.dataset, int(indices[k]))
             self.blocking.flush()
             log.warning(
-                "%s is not deterministic: it has made two results of sample %d; its samples are "
+                "%s is not deterministic: it gave two results for sample %d; its samples are "
                 "not shared any more",
                 self._name,
                 int(indices[k]),

@@ -39,12 +39,13 @@ from ffserve.errors import (
 from ffserve.formats.base import UNKNOWN_LENGTH
 
 GET_COUNT = 1024
-"""Samples in one GET: enough for the engine's full depth many times over."""
+"""One GET asks for at most so many samples: many times the depth of the engine."""
 GET_SIZE = 8 << 20
 """Bytes of samples in one GET, if that is more than one sample: while the client copies them, the
 daemon reads the next ones."""
 GETS_IN_FLIGHT = 4
-"""The daemon works on the next while this side copies the last."""
+"""A request has so many GETs in flight: the daemon works on the next one while this process
+copies the last."""
 _MOST_EMPTY_ROUNDS = 1000
 REFUSED_S = 30.0
 """How long the daemon is not asked again for what its arena could not hold: the arena can be
@@ -73,7 +74,7 @@ class DaemonSource:
             or len(opened.formats) != len(paths)
             or not all(isinstance(name, str) for name in opened.formats)
         ):
-            raise ProtocolError("invalid OPENED: another number of shards than asked for")
+            raise ProtocolError("invalid OPENED: it does not have as many shards as the request")
         table = np.frombuffer(opened.shards, protocol.SHARD_DTYPE)
         self._bases = table["base"].astype(np.int64)
         self._domains: list[int] = table["domain"].tolist()
@@ -512,7 +513,7 @@ class ReadRequest:
         yield from self.decode_missing()
         found = self._source.view.locate(self.indices)
         if found.unknown > len(self.errors):
-            raise ProtocolError("the daemon does not know the length of a sample it read")
+            raise ProtocolError("the daemon does not know the length of a sample that it has read")
         self._allocate(found.offsets)
         failed = np.array(sorted(self.errors), np.int64)
         self._todo = self._parts(np.setdiff1d(found.missing, failed))
@@ -525,7 +526,7 @@ class ReadRequest:
             self.indices, target.offsets, target.buffer, target.addresses, positions
         )
         if left is None:
-            raise ProtocolError("a sample changed its length while its data set was open")
+            raise ProtocolError("the length of a sample has changed while its data set was open")
         return left
 
     def give_up(self) -> None:

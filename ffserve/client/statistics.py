@@ -21,7 +21,7 @@ COUNT_INTERVAL_S = 0.25
 """How often cached samples enter the counters, besides before a look at them, and how often a
 client that only hits looks whether its daemon is there."""
 TIMES_INTERVAL_S = 0.5
-"""How often it is looked how long hits took."""
+"""How often the duration of hits is read."""
 _NONE: Int64s = np.zeros(0, np.int64)
 
 

@@ -32,13 +32,14 @@ from ffserve.errors import FFServeError
 from ffserve.reads.windows import window_ends
 
 LOOK_SIZE, LOOK_COUNT = 128 << 20, 1 << 18
-"""How far a window is looked for, in bytes and samples. A larger window is not found."""
+"""The search for a window ends after so many bytes or samples; a larger window is not found."""
 AHEAD_SIZE = 32 << 20
-"""Bytes of windows that are read ahead of the one in use; one window at least."""
+"""A source reads windows of so many bytes ahead of the one in use, and at least one window."""
 LEAST_SIZE = 4 << 20
-"""Smaller windows are read several together."""
+"""Windows of fewer bytes are joined until they have so many."""
 LARGEST_MEAN = 32 << 10
-"""Larger samples are read singly at the full speed of a disk."""
+"""An order of samples with a larger mean has no windows: a disk reads such samples one by one
+at full speed."""
 
 
 class WindowRead(Protocol):

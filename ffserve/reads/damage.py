@@ -23,7 +23,7 @@ from ffserve.errors import STATUS_CHECKSUM, STATUS_TRUNCATED, Failure
 ALIGNMENT = 4096
 """Direct reads begin and end at multiples of it, whatever the device has."""
 PIECE_SIZE = 4 << 20
-"""Bytes that are read at once: samples may be as large as the arena."""
+"""So many bytes are read at once, since samples may be as large as the arena."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from ffserve.reads.records import BatchEngine, part_of, rows_of
 Int64s = NDArray[np.int64]
 
 GAP = 64 << 10
-"""Bytes between two reads that are fetched with them."""
+"""Reads with at most so many bytes between them are fetched together."""
 
 Fetch: TypeAlias = Callable[[int, int], list[tuple[int, int, Future[Any]]]]
 """Asks for the bytes [begin, end) of a file: begin, end and future bytes of each part. An exception

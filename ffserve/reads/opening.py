@@ -40,11 +40,11 @@ from ffserve.formats.tfrecord import FORMAT as TFRECORD
 SMALL_SIZE = 16 << 10
 """Bytes of each file that are read at once: 4 MiB of 256 files."""
 OPENED_AT_ONCE = 256
-"""Files whose heads are read together."""
+"""One call reads the heads of so many files."""
 _MAX_OFFSET = 1 << 62
 """A read that begins here ends below 2^63, the limit of off_t."""
 _STEP = 1 << 20
-"""Samples checked at a time, which bounds temporary memory for large tables."""
+"""So many samples are checked at a time, which bounds temporary memory for large tables."""
 
 
 @dataclass(frozen=True, slots=True)

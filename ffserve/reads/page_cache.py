@@ -19,13 +19,13 @@ from ffserve.engine.cached import cached_extents, some_cached
 from ffserve.engine.opening import open_again
 
 SAMPLED_COUNT = 256
-"""Pages of a file that are asked about when it is opened."""
+"""Opening a file asks the kernel about so many of its pages."""
 SMALLEST_SHARE = 0.01
 """Share of a file's blocks in the page cache below which they are not asked about."""
 ASKED_EVERY = 64
-"""Loads, of which one asks nevertheless."""
+"""One load in so many asks nevertheless."""
 REMEMBERED_COUNT = 64
-"""Blocks after which what was found counts half."""
+"""After so many blocks, an earlier result has half its weight."""
 
 
 def open_cached(fds: Int32s, begins: Int64s, ends: Int64s) -> Int32s:

@@ -24,8 +24,8 @@ from ffserve.errors import STATUS_CHECKSUM, Failure
 from ffserve.reads.damage import WrongRecord
 
 MOST_AGAIN = 1024
-"""Wrong records of a batch that are read a second time. A block may hold 8192 small samples; where
-more of them are wrong, the others are reported as they are."""
+"""At most so many wrong records of a batch are read a second time. A block may hold 8192 small
+samples; where more of them are wrong, the others are reported as they are."""
 
 Failures: TypeAlias = dict[int, Failure]
 """Records that failed, by key."""

@@ -387,7 +387,7 @@ class StoredObject:
                     return False
                 raise
             if not done:
-                return False  # the store's file was cut; who reads it says so
+                return False  # the store's file was truncated; who reads it says so
             start += done
         return True
 

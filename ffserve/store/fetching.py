@@ -39,29 +39,30 @@ log = logging.getLogger("ffserve")
 T = TypeVar("T")
 
 THREADS = 16
-"""Per origin: requests that are on their way at once."""
+"""Each origin gets at most so many requests at once."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
 GIVE_UP_S = 120.0
 """How long a failing origin is asked again before its error is raised."""
 CONTACT_S = 15.0
 """The same for an origin that has never answered: its name may be wrong."""
 FAILURES = 5
-"""In a row, after which an origin is asked by one thread at a time."""
+"""After so many failures in a row, one thread at a time asks an origin."""
 POLL_S = 0.005
 """How often a block that another process fetches is looked at."""
 FETCH_SIZE = 4 << 20
-"""Of one request, at most: each costs milliseconds of CPU and a round trip."""
+"""One request fetches at most so many bytes; each costs milliseconds of CPU and a round trip."""
 AHEAD_SIZE = 128 << 20
-"""Bytes that are asked for ahead of a reader in order."""
+"""A reader in order has at most so many bytes fetched ahead."""
 FULL_S = 5.0
-"""How long a copy waits for room on a full disk that the store has a part of."""
+"""A copy waits so long for room on a full disk, since the store may give way."""
 LISTED_S = 30.0
 """How long a listing counts as the present state of an object that is then opened."""
 NOW = 0.0
 """Priority of what somebody waits for; others: when it will be needed, in seconds since 1970."""
 
 Outcome: TypeAlias = "bool | bytes"
-"""Of a block. True: it is in the store. False: the store has no room for it; read what is needed of
+"""What became of a block.
+True: it is in the store. False: the store has no room for it; read what is needed of
 it past the store. bytes: it was fetched, but could not be written."""
 
 
@@ -615,7 +616,7 @@ class Fetcher:
         except OSError as error:
             raise ReadError(f"cannot read the store: {error}", path=opened.shown) from error
         if len(content) != end - start:
-            raise ReadError("the store's file was cut", path=opened.stored.path)
+            raise ReadError("the store's file was truncated", path=opened.stored.path)
         return content
 
     def repair(self, opened: OpenObject, blocks: Int64s) -> bool:

@@ -19,14 +19,14 @@ from ffserve.store.fetching import NOW, Outcome, call, threads_of
 from ffserve.store.origin import ObjectVersion, RemoteFile
 
 RANGE_SIZE = 4 << 20
-"""Bytes of one request at most: larger ranges come by several, at once."""
+"""One request has at most so many bytes; larger ranges come by several requests at once."""
 HEAD_SIZE = 64 << 10
-"""Bytes that are read first of an object that is opened: a small one's tables are among them."""
+"""Opening an object reads so many bytes first, which contain the tables of a small one."""
 PIECE_SIZE = 1 << 20
 KEPT_SIZE = 32 << 20
-"""Bytes that are kept while a file is opened: some tables are read twice."""
+"""Opening a file keeps so many bytes, since some tables are read twice."""
 MOST_AHEAD = 16
-"""Pieces that are asked for ahead of a reader in order."""
+"""A reader in order has at most so many pieces fetched ahead."""
 IN_ORDER, NEAR = 3, 64 << 10
 """Reads in order, with gaps of so many bytes at most, after which more are expected. Opening a file
 with tables takes fewer."""

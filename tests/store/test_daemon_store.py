@@ -291,7 +291,7 @@ def test_blocks_that_could_not_be_pinned_left_a_request_waiting(
         "    pinned(self, blocks)\n"
         "b.StoredObject.pin = pin\n"
     )
-    expect = [r"store: cannot pin blocks, reading past it: .*No locks available"]
+    expect = [r"the store cannot pin blocks, so reads pass it: .*No locks available"]
     with (
         serving(**daemon_options(tmp_path, patch=patch, expect=expect)) as daemon,
         daemon.open(url) as reader,

@@ -49,20 +49,22 @@ from ffserve.store.fetching import NOW, Fetcher, OpenObject, Outcome
 log = logging.getLogger("ffserve")
 
 PART_S = 20.0
-"""After so long a request is answered in part. A client waits 120 s for an answer."""
+"""A request whose blocks are not all there after this time is answered in part.
+A client waits 120 s for an answer."""
 MEND_S = 30.0
-"""How long damaged blocks are waited for; then their samples are damaged."""
+"""A damaged block that has not been fetched again after this time fails its samples."""
 THREADS = 4
 FEW_SHARDS = 8
-"""Shards of a request that are looked at in the loop's thread."""
+"""The loop's thread looks for the blocks of at most so many shards; a thread does it for more."""
 GAP = 64 << 10
-"""Bytes between records that come past the store with them."""
+"""Records that pass the store come together if at most so many bytes are between them."""
 AHEAD_SIZE = 256 << 20
-"""Bytes that an order asks for ahead, or a quarter of the store if that is less."""
+"""An order fetches so many bytes ahead, or a quarter of the store if that is less."""
 AHEAD_S = 0.1
-"""Between two looks at the announced orders."""
+"""The thread looks at the announced orders at this interval."""
 HORIZON, FAR_HORIZON = 4096, 1 << 18
-"""Samples ahead of a job that are looked at; if its data do not fit into the store."""
+"""The thread looks at so many samples ahead of a job; at FAR_HORIZON at most if the data do not
+fit into the store."""
 WORTH = 0.25
 """Part of a block that an order must use soon for the block to be worth its fetch, if the data do
 not fit into the store. Else its samples are fetched singly."""
@@ -70,10 +72,10 @@ SOON_S = 60.0
 """How far the pace of a job may be behind what was expected of it."""
 LEAST_RATE = 1.0
 USES_S = 2.0
-"""How often next uses are written."""
+"""Next uses are written to the store at this interval."""
 LATEST = (1 << 32) - 1
 REFUSED_S = 10.0
-"""How long a block that could not be fetched ahead is not asked for again."""
+"""A block that could not be fetched ahead is not asked for again during this time."""
 
 Needs: TypeAlias = list[tuple[RemoteShard, Int64s]]
 """Blocks by shard, in the order in which they are needed."""
@@ -378,7 +380,7 @@ class Fetches:
                 remote.stored.pin(blocks)
             except OSError as error:
                 if not self._pins_fail:
-                    log.warning("store: cannot pin blocks, reading past it: %s", error)
+                    log.warning("the store cannot pin blocks, so reads pass it: %s", error)
                 self._pins_fail = True
                 unpinned.add(base)
                 continue
@@ -497,7 +499,7 @@ class Fetches:
             waiting.passed.append((Passed(base, fd), rows))
             os.ftruncate(fd, remote.stored.size)
         except OSError as error:
-            failure = ReadError(f"no memory for bytes that pass the store: {error}")
+            failure = ReadError(f"there is no memory for bytes that pass the store: {error}")
             waiting.errors.update(dict.fromkeys(rows.tolist(), failure))
             return
         table = waiting.load.blocks
@@ -520,7 +522,7 @@ class Fetches:
             try:
                 _write(fd, memoryview(content), begin)
             except OSError as failed:
-                failure = ReadError(f"no memory for bytes that pass the store: {failed}")
+                failure = ReadError(f"there is no memory for bytes that pass the store: {failed}")
         if failure is not None:
             with waiting.lock:
                 waiting.errors.update(dict.fromkeys(rows, failure))
@@ -682,7 +684,7 @@ def _guarded(call: Callable[[], object]) -> None:
 def _as_error(error: BaseException) -> FFServeError:
     if isinstance(error, FFServeError):
         return error
-    return ReadError(f"cannot fetch: {error!r}")
+    return ReadError(f"cannot fetch from the origin: {error!r}")
 
 
 def _in_order(stored: StoredObject, begins: Int64s, ends: Int64s) -> Int64s:
