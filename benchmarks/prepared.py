@@ -32,7 +32,7 @@ import torch.utils.data
 from PIL import Image
 
 import ffserve
-from ffserve.client import connection
+from ffserve.client.daemon import connection
 from ffserve.torch import DataLoader, Dataset, EpochSampler
 
 EDGE, BATCH = 224, 64

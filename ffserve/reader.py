@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import formats
-from ffserve.client import connection as connections
 from ffserve.client.announced import AnnouncedOrders, Order, check_count, check_order
+from ffserve.client.daemon import connection as connections
 from ffserve.client.failover import OpenRequest, SourceSelector, closed_error
-from ffserve.client.local import LocalSource
+from ffserve.client.local.local_source import LocalSource
 from ffserve.client.source import Batch, Leased, Source, cut
 from ffserve.client.stream import RecordStream
 from ffserve.dataset.layout import ShardInfo, as_int64, check_range
@@ -424,7 +424,7 @@ class Reader(BaseReader, Sequence[Bytes]):
 
         The next few requests are on their way. Small batches share a request (`read_ahead`), and
         are parts of one buffer then. Without a daemon a windowed order is read by windows
-        (`client/windows.py`); a daemon does so if the order was announced.
+        (`client/local/windows.py`); a daemon does so if the order was announced.
 
         Args:
             indices: as for `read`; None for all.
@@ -518,8 +518,8 @@ class Reader(BaseReader, Sequence[Bytes]):
         The daemon then prefetches exactly these samples, and keeps those with the nearest next use
         by any job. It needs this epoch and the next: announce both at the beginning, and each
         further one when the one before it begins. Without a daemon this serves windowed orders only
-        (`client/windows.py`). A process that another one started (a rank) is a job of its own from
-        its first announcement on.
+        (`client/local/windows.py`). A process that another one started (a rank) is a job of its own
+        from its first announcement on.
 
         Args:
             order: all indices of the epoch, as for `read`; none twice, unless `replacement`. Not

@@ -60,7 +60,7 @@ class Installation:
         Raises: ServerUnavailable.
         """
         if self.directory is None:
-            from ffserve.client import connection
+            from ffserve.client.daemon import connection
 
             return connection.status(socket)
         command = [*self.command("ffserve"), "status", "--json", "--socket", socket]

@@ -413,7 +413,7 @@ def _from_daemon(table: RecordTable, piece: FilePiece) -> bool:
     if piece.version is not None and table.server == "auto":
         return False
     if table.server in ("auto", "start"):
-        from ffserve.client.autostart import start_wanted
+        from ffserve.client.daemon.autostart import start_wanted
 
         starts = table.server == "start" or start_wanted()
         there = starts or os.path.exists(find_socket())

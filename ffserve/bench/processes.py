@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-from ffserve.client import connection
+from ffserve.client.daemon import connection
 from ffserve.disk.output import write_error
 from ffserve.errors import FFServeError, ServerUnavailable
 

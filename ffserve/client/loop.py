@@ -19,12 +19,12 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from ffserve import protocol
-from ffserve.client import connection as blocking
-from ffserve.client.channel import Beside, Copying, Steps
-from ffserve.client.descriptors import DatasetRequest, send
-from ffserve.client.local import ChunkedRequest, LocalRequest, LocalSource
-from ffserve.client.ranged import RangedSource
-from ffserve.client.shared_memory import DaemonSource
+from ffserve.client.daemon import connection as blocking
+from ffserve.client.daemon.channel import Beside, Copying, Steps
+from ffserve.client.daemon.descriptors import DatasetRequest, send
+from ffserve.client.daemon.shared_memory import DaemonSource
+from ffserve.client.local.local_source import ChunkedRequest, LocalRequest, LocalSource
+from ffserve.client.local.ranged import RangedSource
 from ffserve.client.source import Source, Target
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.engine.io import EngineBatch, local_engine

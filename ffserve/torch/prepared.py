@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ffserve._version import __version__
-from ffserve.client.preparing import PreparedSource, prepared_source
+from ffserve.client.daemon.preparing import PreparedSource, prepared_source
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.errors import FormatError, ProtocolError, ServerUnavailable, UsageError
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ffserve.client.shared_memory import DaemonSource
+from ffserve.client.daemon.shared_memory import DaemonSource
 from ffserve.client.source import Batch
 from ffserve.dtypes import Bytes
 from ffserve.engine.fuse import Requests

@@ -485,7 +485,7 @@ def test_a_directory_that_another_user_made(doctor: Doctor) -> None:
 
 def test_a_listener_that_says_nothing(doctor: Doctor, place: Path) -> None:
     with listening(place / "s", 0o660) as path:
-        faults = [["constant", "ffserve.client.handshake", "CONNECT_TIMEOUT_S", 0.2]]
+        faults = [["constant", "ffserve.client.daemon.handshake", "CONNECT_TIMEOUT_S", 0.2]]
         diagnosis = found(doctor("--socket", path, faults=faults), "daemon-silent")
         assert "no WELCOME within 0.2 s" in diagnosis.text
         faults = [["constant", "ffserve.cli.daemon.doctor", "TIMEOUT_S", 0.2]]

@@ -16,7 +16,7 @@ from command import error_of, run, text_of
 from daemon import DEADLINE_S, Daemon, run_python, sample, serving, until, write
 
 import ffserve
-from ffserve.client.connection import status
+from ffserve.client.daemon.connection import status
 from ffserve.errors import ServerUnavailable
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="makes a process of another user")

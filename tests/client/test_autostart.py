@@ -16,7 +16,7 @@ from daemon import DEADLINE_S, run_python, sample, serving, write
 from own_daemons import daemons
 
 import ffserve
-from ffserve.client import connection
+from ffserve.client.daemon import connection
 
 PROGRAM = """
 import ffserve, sys

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ffserve import protocol
-from ffserve.client.channel import ORDER_PIECE, Channel
-from ffserve.client.descriptors import DescribedFiles
+from ffserve.client.daemon.channel import ORDER_PIECE, Channel
+from ffserve.client.daemon.descriptors import DescribedFiles
+from ffserve.client.daemon.memory import Memories
 from ffserve.client.failover import OpenRequest
-from ffserve.client.memory import Memories
 from ffserve.errors import AccessDenied, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
 

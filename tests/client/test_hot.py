@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ffserve
-from ffserve.client.statistics import RecentHits
+from ffserve.client.daemon.statistics import RecentHits
 from ffserve.errors import UsageError
 
 
@@ -146,8 +146,11 @@ def test_the_files_of_a_hit(tmp_path: Path) -> None:
             finally:
                 sys.setprofile(None)
             assert files == {
-                "reader.py", "client/shared_memory.py", "engine/shm.py", "client/statistics.py"
-            }  # fmt: skip
+                "reader.py",
+                "client/daemon/shared_memory.py",
+                "engine/shm.py",
+                "client/daemon/statistics.py",
+            }
 
 
 WITHOUT = """

@@ -20,7 +20,7 @@ from daemon import (
     write,
 )
 
-from ffserve.client import connection, handshake
+from ffserve.client.daemon import connection, handshake
 from ffserve.client.failover import RECONNECT_S
 from ffserve.errors import ServerUnavailable
 

@@ -14,7 +14,7 @@ import pytest
 from daemon import DEADLINE_S, sample, serving, stopped, until, write
 
 import ffserve
-from ffserve.client import handshake
+from ffserve.client.daemon import handshake
 from ffserve.client.failover import RECONNECT_S
 from ffserve.errors import ServerUnavailable, UsageError
 from ffserve.system import socket_path

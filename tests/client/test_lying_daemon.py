@@ -13,8 +13,8 @@ from liar import Liar, Peer, gives, opens
 
 import ffserve
 from ffserve import protocol
-from ffserve.client import connection as connections
-from ffserve.client.connection import Connection
+from ffserve.client.daemon import connection as connections
+from ffserve.client.daemon.connection import Connection
 from ffserve.client.failover import RECONNECT_S, OpenRequest, source_over
 from ffserve.errors import ProtocolError
 

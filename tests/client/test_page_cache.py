@@ -22,9 +22,9 @@ from daemon import damage, sample, write
 import ffserve
 from benchmarks.harness.measuring import held_in_memory
 from ffserve import aio
-from ffserve.client import local_files
-from ffserve.client.local import LocalSource, process_engine
-from ffserve.client.local_files import SampleTables, ShardFiles, fitting_share
+from ffserve.client.local import local_files
+from ffserve.client.local.local_files import SampleTables, ShardFiles, fitting_share
+from ffserve.client.local.local_source import LocalSource, process_engine
 from ffserve.client.loop import loop_state
 from ffserve.engine import arrays, io
 from ffserve.engine.cached import REGION_BITS, cached_pages
@@ -268,7 +268,7 @@ def test_files_in_memory_need_no_engine(memory_path: str) -> None:
 OVERLAY = """
 import os, subprocess, sys
 import ffserve
-from ffserve.client.local import process_engine
+from ffserve.client.local.local_source import process_engine
 below, name = os.path.split(sys.argv[1])
 made = [os.path.join(sys.argv[2], part) for part in ("upper", "work", "merged")]
 for part in made:

@@ -15,8 +15,9 @@ from daemon import DEADLINE_S, Daemon, Raw, sample, serving, stopped, until, wri
 
 import ffserve
 from ffserve import aio, protocol
-from ffserve.client import connection, failover, handshake
-from ffserve.client.channel import SilentError
+from ffserve.client import failover
+from ffserve.client.daemon import connection, handshake
+from ffserve.client.daemon.channel import SilentError
 from ffserve.errors import ServerUnavailable
 
 COUNT = 40
@@ -171,7 +172,7 @@ async def test_a_loop_that_was_held_up_does_not_blame_the_daemon(path: str) -> N
 
 
 def test_an_answer_that_never_comes_is_given_up(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ffserve.client import channel
+    from ffserve.client.daemon import channel
 
     monkeypatch.setattr(channel, "ANSWER_TIMEOUT_S", 1.0)
     monkeypatch.setitem(failover.RECONNECT_S, "require", 0.1)

@@ -20,7 +20,7 @@ from daemon import Daemon, Raw, proxy, run_python, sample, serving, write
 import ffserve
 from ffserve import protocol
 from ffserve.client import failover
-from ffserve.client.memory import UnmappedError, check_page
+from ffserve.client.daemon.memory import UnmappedError, check_page
 from ffserve.errors import ProtocolError, ServerUnavailable
 from ffserve.system.memfd import MemoryFile
 
@@ -41,7 +41,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (used + 3, used + 3))
 """What keeps a process from mapping the memory. For descriptors: there is room for socket and
 page, and not for what comes with OPENED."""
 REQUIRE = """
-import hashlib, sys, ffserve, ffserve.reader, ffserve.client.local
+import hashlib, sys, ffserve, ffserve.reader, ffserve.client.local.local_source
 from ffserve.errors import ServerUnavailable
 ffserve.open(sys.argv[1], server="off").close()  # its engine has all that it needs
 {limit}

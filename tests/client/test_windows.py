@@ -16,8 +16,8 @@ from daemon import damage, until
 from numpy.typing import NDArray
 
 import ffserve
-from ffserve.client import windows as ahead
-from ffserve.client.local import process_engine
+from ffserve.client.local import windows as ahead
+from ffserve.client.local.local_source import process_engine
 from ffserve.errors import ChecksumError, UsageError
 from ffserve.order import epoch_order
 
@@ -85,7 +85,7 @@ def test_small_records_of_a_windowed_order_were_read_one_by_one(
     merged = reads_of(path, order, announce=True)
     assert merged <= COUNT // (WINDOW // 32) + COUNT // WINDOW, "a read per block"
     # Through the page cache, the block around a record comes with it.
-    monkeypatch.setattr("ffserve.client.local.fitting_share", lambda size: 0.0)
+    monkeypatch.setattr("ffserve.client.local.local_source.fitting_share", lambda size: 0.0)
     assert reads_of(path, order_of(1), announce=False) > 3 * merged
 
 
@@ -93,7 +93,7 @@ def test_small_records_of_a_windowed_order_were_read_one_by_one(
 def test_every_way_of_reading_brings_the_right_samples(
     path: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ffserve.client.local.fitting_share", lambda size: share)
+    monkeypatch.setattr("ffserve.client.local.local_source.fitting_share", lambda size: share)
     evict(path)
     out = np.empty(1 << 20, np.uint8)
     with ffserve.open(path, server="off") as reader:
@@ -243,7 +243,7 @@ def test_the_reader_of_an_order_was_held_while_the_kernel_looked_for_memory(
 ) -> None:
     """posix_fadvise takes 5 to 60 ms a window."""
     told = Calls(os.posix_fadvise)
-    monkeypatch.setattr("ffserve.client.local_files.os.posix_fadvise", told)
+    monkeypatch.setattr("ffserve.client.local.local_files.os.posix_fadvise", told)
     order = order_of()
     with ffserve.open(path, server="off") as reader:
         told.threads.clear()

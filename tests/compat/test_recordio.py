@@ -30,7 +30,7 @@ from recordio_files import (
 )
 
 import ffserve
-from ffserve.client.local import process_engine
+from ffserve.client.local.local_source import process_engine
 from ffserve.errors import ChecksumError, FormatError, ReadError, TruncatedError, UsageError
 
 

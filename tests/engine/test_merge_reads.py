@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ffserve
-from ffserve.client import local
-from ffserve.client.connection import status
+from ffserve.client.daemon.connection import status
+from ffserve.client.local import local_source as local
 from ffserve.engine.io import MERGED_GAP, MERGED_SIZE, merge_reads
 from ffserve.errors import ReadError
 

@@ -20,7 +20,7 @@ from daemon import Daemon, damage, serving
 from origins import HttpOrigin, http_origin, settled
 
 import ffserve
-from ffserve.client import local
+from ffserve.client.local import local_source as local
 from ffserve.errors import FFServeError
 from ffserve.store import fetching
 

@@ -504,7 +504,8 @@ def test_a_file_that_the_client_cannot_open_gives_the_opening_up(
     good, gone = write(folder / "g.ffr", TRUTH), write(folder / "gone.ffr", TRUTH)
     program = f"""
 import os, sys
-from ffserve.client import connection, descriptors
+from ffserve.client.daemon import connection
+from ffserve.client.daemon import descriptors
 from ffserve.client.failover import OpenRequest
 from ffserve.errors import MissingFile
 import ffserve

@@ -29,7 +29,7 @@ from daemon import Daemon, Raw, asking, get, serving, until, write
 
 import ffserve
 from ffserve import limits, protocol
-from ffserve.client.connection import status
+from ffserve.client.daemon.connection import status
 from ffserve.server.sessions.server import Server
 
 pytestmark = pytest.mark.skipif(

@@ -50,7 +50,7 @@ except ffserve.FFServeError as error:
     print(type(error).__name__, error)
 """
 STATUS = """
-from ffserve.client import connection
+from ffserve.client.daemon import connection
 print(json.dumps(connection.status(sys.argv[1])))
 """
 SEARCH = "support.search_memory(sys.argv[1], sys.argv[2], sys.argv[3:])\n"
@@ -245,7 +245,7 @@ def test_pid_of_a_job_that_the_daemon_does_not_see_was_0() -> None:
         with Container().client(HOLD, daemon.socket, path):
             # Root in the daemon's container sees all jobs.
             mine = (
-                "from ffserve.client import connection; import json, sys\n"
+                "from ffserve.client.daemon import connection; import json, sys\n"
                 "print(json.dumps(connection.status(sys.argv[1])))"
             )
             first = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split()[0]

@@ -41,8 +41,8 @@ from daemon import (
 import ffserve
 import ffserve.aio
 from ffserve import protocol
-from ffserve.client import channel, handshake
-from ffserve.client.shared_memory import DaemonSource
+from ffserve.client.daemon import channel, handshake
+from ffserve.client.daemon.shared_memory import DaemonSource
 from ffserve.client.source import Batch
 from ffserve.dtypes import Bytes
 from ffserve.errors import (

@@ -590,7 +590,7 @@ def hostile(tmp_path: Path) -> Iterator[Hostile]:
 
 @pytest.fixture(autouse=True)
 def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ffserve.client.handshake.CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("ffserve.client.daemon.handshake.CONNECT_TIMEOUT_S", 1.0)
     monkeypatch.setitem(ffserve.client.failover.RECONNECT_S, "require", 0.2)
 
 
@@ -790,7 +790,7 @@ def test_samples_that_are_ready_but_never_readable(
         sock.sendall(protocol.encode(protocol.Ready(message.tag, len(message.indices) // 8, [])))
 
     hostile.on_get = reply
-    monkeypatch.setattr("ffserve.client.shared_memory._MOST_EMPTY_ROUNDS", 30)
+    monkeypatch.setattr("ffserve.client.daemon.shared_memory._MOST_EMPTY_ROUNDS", 30)
     with ffserve.open(path, server=hostile.socket) as reader:
         with pytest.raises(ReadError, match="too busy"):
             reader.read(range(3))

@@ -10,7 +10,7 @@ import pytest
 from daemon import DEADLINE_S, Daemon, sample, until, write
 
 import ffserve
-from ffserve.client.channel import ANSWER_TIMEOUT_S
+from ffserve.client.daemon.channel import ANSWER_TIMEOUT_S
 from ffserve.server.life.daemon import EXIT_FAULT
 
 COUNT = 100

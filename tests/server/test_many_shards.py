@@ -12,7 +12,7 @@ import pytest
 from daemon import serving
 
 import ffserve
-from ffserve.client.connection import status
+from ffserve.client.daemon.connection import status
 from ffserve.errors import ReadError
 
 SHARDS, EACH, KINDS = 10_000, 3, 16

@@ -350,7 +350,7 @@ def test_each_of_many_files_is_common_or_not(daemon: Daemon) -> None:
     program = f"""
 import os, sys
 import ffserve, ffserve.reader
-from ffserve.client.connection import status
+from ffserve.client.daemon.connection import status
 os.setgroups([]); os.setgid({ALICE}); os.setuid({ALICE})
 with ffserve.open(sys.argv[2:], server=sys.argv[1]) as reader:
     print(*(bytes(one).decode() for one in reader.read(range(len(reader)))))

@@ -14,7 +14,7 @@ import pytest
 from daemon import DEADLINE_S, Daemon, run_python, sample, until, write
 
 import ffserve
-from ffserve.client import connection
+from ffserve.client.daemon import connection
 from ffserve.errors import AccessDenied
 
 COUNT = 40

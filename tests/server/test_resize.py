@@ -19,7 +19,7 @@ from daemon import Daemon, Raw, run_python, serving, until, write
 import ffserve
 from ffserve import protocol
 from ffserve.cli import cli
-from ffserve.client.connection import Connection
+from ffserve.client.daemon.connection import Connection
 from ffserve.errors import ReadError, UsageError
 from ffserve.system import machine
 

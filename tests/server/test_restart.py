@@ -225,9 +225,9 @@ def test_unclosed_readers_keep_no_descriptors_of_ended_daemons(path: str) -> Non
 
 
 STOPPED = """
-import logging, sys, ffserve, ffserve.client.connection as module
+import logging, sys, ffserve, ffserve.client.daemon.connection as module
 module.SILENCE_S = 3
-import ffserve.client.failover as failover, ffserve.client.handshake as handshake
+import ffserve.client.failover as failover, ffserve.client.daemon.handshake as handshake
 logging.basicConfig(format="%(levelname)s %(message)s")
 reader = ffserve.open(sys.argv[1], server="auto")
 print(reader.source, flush=True)
@@ -251,7 +251,7 @@ def test_a_stopped_daemon_counts_as_lost(path: str, monkeypatch: pytest.MonkeyPa
 
 BUSY = """
 import logging, sys, time, ffserve
-import ffserve.client.failover as failover, ffserve.client.handshake as handshake
+import ffserve.client.failover as failover, ffserve.client.daemon.handshake as handshake
 handshake.CONNECT_TIMEOUT_S, failover.RETURN_AFTER_S = 0.3, 0.0
 logging.basicConfig(format="%(levelname)s %(message)s")
 reader, other = ffserve.open(sys.argv[1]), ffserve.open(sys.argv[1])

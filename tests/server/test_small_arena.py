@@ -18,8 +18,8 @@ from daemon import Daemon, run_python, sample, serving, until, write
 import ffserve
 from ffserve import aio
 from ffserve.client import failover
-from ffserve.client.local import ChunkedRequest, LocalRequest
-from ffserve.client.shared_memory import ReadRequest
+from ffserve.client.daemon.shared_memory import ReadRequest
+from ffserve.client.local.local_source import ChunkedRequest, LocalRequest
 from ffserve.compat.ffrecord import FileReader
 from ffserve.errors import ArenaBusyError, ArenaError, ChecksumError, ReadError
 from ffserve.torch import DataLoader, RawDataset
@@ -137,7 +137,7 @@ def test_a_refused_request_is_freed_at_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     path = request.getfixturevalue(name)
-    monkeypatch.setattr("ffserve.client.shared_memory.REFUSED_S", 0.0)
+    monkeypatch.setattr("ffserve.client.daemon.shared_memory.REFUSED_S", 0.0)
     gc.collect()
     gc.disable()
     try:
@@ -213,7 +213,7 @@ def errors_of(daemon: Daemon) -> int:
 def test_an_arena_full_of_leases_delays_one_read_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ffserve.client.shared_memory.REFUSED_S", 1e6)
+    monkeypatch.setattr("ffserve.client.daemon.shared_memory.REFUSED_S", 1e6)
     truth = [sample(i, [190_000]) for i in range(10)] + [sample(9, [3_000_000])] * 3
     path = write(tmp_path / "a.ffr", truth)
     monkeypatch.setattr(failover, "_logged", set())
@@ -242,7 +242,7 @@ def test_an_arena_that_stays_full_is_asked_ever_more_seldom(
 ) -> None:
     path = write(tmp_path / "a.ffr", [*[bytes(190_000)] * 10, bytes(3_000_000)])
     monkeypatch.setattr(failover, "_logged", {"busy"})
-    monkeypatch.setattr("ffserve.client.shared_memory.REFUSED_S", 0.05)
+    monkeypatch.setattr("ffserve.client.daemon.shared_memory.REFUSED_S", 0.05)
     with serving(arena="4MiB", patch=BUSY) as daemon, daemon.open(path) as other:
         monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
         with other.lease(range(10)), ffserve.open(path) as reader:
@@ -261,7 +261,7 @@ def test_the_daemon_is_asked_again_later(
     with serving(arena="1MiB") as daemon, caplog.at_level(logging.ERROR, logger="ffserve"):
         monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
         with ffserve.open(path) as reader:
-            monkeypatch.setattr("ffserve.client.shared_memory.REFUSED_S", 0.5)
+            monkeypatch.setattr("ffserve.client.daemon.shared_memory.REFUSED_S", 0.5)
             began = time.monotonic()
 
             def asked() -> int:

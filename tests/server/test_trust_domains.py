@@ -180,7 +180,7 @@ def test_files_that_the_daemons_own_user_may_read_are_common_if_the_administrato
                     until(Path(place).exists, "the daemon listens")
                     for user in (ALICE, BOB):
                         as_user(user, READ, place, path, 1, groups=str(TEAM))
-                    facts = ffserve.client.connection.status(place)
+                    facts = ffserve.client.daemon.connection.status(place)
                     assert facts["cache"]["blocks_read"] == copies * COUNT
                 finally:
                     process.terminate()
@@ -258,7 +258,7 @@ os.chmod(path, 0o600)
 
 def test_root_of_a_container_was_told_everything_and_could_resize() -> None:
     program = """
-from ffserve.client import connection
+from ffserve.client.daemon import connection
 facts = connection.status(sys.argv[1])
 print(*(each["path"] for each in facts["shards"]), len(facts["jobs"]), len(facts["domains"]))
 with support.Raw(sys.argv[1]) as raw:
@@ -385,7 +385,7 @@ with ffserve.open(sys.argv[2:], server=sys.argv[1]) as reader:
 
 def test_status_told_everybody_the_files_and_jobs_of_all() -> None:
     status = """
-from ffserve.client import connection
+from ffserve.client.daemon import connection
 facts = connection.status(sys.argv[1])
 print([each["path"] for each in facts["shards"]], [job["pid"] > 0 for job in facts["jobs"]])
 print(len(facts["progress"]), len(facts["groups"]), [each["user"] for each in facts["domains"]])
@@ -400,7 +400,9 @@ print(len(facts["progress"]), len(facts["groups"]), [each["user"] for each in fa
         os.symlink(shared, link)
         # All jobs have the same name.
         named = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1] / 'support')!r})\n"
-        named += AS_USER + "from ffserve.client import connection\nconnection.join_job('name')\n"
+        named += (
+            AS_USER + "from ffserve.client.daemon import connection\nconnection.join_job('name')\n"
+        )
         with (
             client(named + HOLD, ALICE, "", running.socket, hers, link),
             client(named + HOLD, BOB, "", running.socket, shared),

@@ -31,7 +31,7 @@ RUNS = 20
 MOST_WRONG = 1
 LOADING = """
 import ctypes, glob, resource, msgpack, numpy, ffserve, ffserve.reader
-import ffserve.client.connection, ffserve.formats.recordio, ffserve.formats.tfrecord
+import ffserve.client.daemon.connection, ffserve.formats.recordio, ffserve.formats.tfrecord
 numpy.random.default_rng(0).permutation(9)
 """
 """Imports that another user may not do."""
@@ -425,7 +425,7 @@ def test_the_name_of_another_users_job_is_not_shown() -> None:
             with started(daemon, other) as thief:
                 name = until(lambda: job.facts(daemon)["taken_by"], "memory is taken")
                 assert name == thief.facts(daemon)["name"]
-                asking = f"{LOADING}from ffserve.client import connection\n{become}"
+                asking = f"{LOADING}from ffserve.client.daemon import connection\n{become}"
                 program = f"{asking}print(connection.status({daemon.socket!r})['jobs'])"
                 answer = run_python(program).stdout
                 assert "'taken_by': '(another user)'" in answer and name not in answer

@@ -25,7 +25,7 @@ from service_manager import COLD, ManagedDaemon, inventory_of, managed
 import ffserve
 from ffserve import protocol
 from ffserve.cache.inventory import NAME, SHARD, Inventory
-from ffserve.client.shared_memory import DaemonSource
+from ffserve.client.daemon.shared_memory import DaemonSource
 from ffserve.config import ServerConfig
 from ffserve.errors import AccessDenied, ReadError, ServerUnavailable
 from ffserve.server.life import handover

@@ -12,7 +12,7 @@ from pathlib import Path
 from daemon import Daemon, until
 from service_manager import TAKEN_OVER, ManagedDaemon
 
-from ffserve.client.connection import Connection
+from ffserve.client.daemon.connection import Connection
 from ffserve.errors import FFServeError
 
 MIB = 1 << 20

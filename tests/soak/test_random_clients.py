@@ -16,7 +16,7 @@ from pathlib import Path
 import random_client
 from daemon import DEADLINE_S, Daemon, damage, serving, stopped, until, write
 
-from ffserve.client.connection import Connection
+from ffserve.client.daemon.connection import Connection
 
 CLIENTS = 4
 SECONDS = 3.0

@@ -21,7 +21,8 @@ from own_daemons import daemons, own_daemons, use
 
 import ffserve
 from ffserve.cli import run
-from ffserve.client import connection, failover
+from ffserve.client import failover
+from ffserve.client.daemon import connection
 from ffserve.errors import (
     ChecksumError,
     FFServeError,

@@ -27,7 +27,7 @@ from daemon import Raw, asking, get
 
 import ffserve
 from ffserve import protocol
-from ffserve.client.handshake import Handshake
+from ffserve.client.daemon.handshake import Handshake
 from ffserve.errors import FFServeError
 
 Bytes = bytes | memoryview

@@ -20,7 +20,7 @@ import numpy as np
 
 import ffserve
 from ffserve import formats, protocol
-from ffserve.client import connection
+from ffserve.client.daemon import connection
 
 DEADLINE_S = 60.0
 """For whatever must happen some time; a loaded machine is slow."""

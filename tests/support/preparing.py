@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-import ffserve.client.preparing
+import ffserve.client.daemon.preparing
 from ffserve.torch import Dataset
 
 
@@ -66,7 +66,8 @@ def prepared(log: str) -> list[int]:
 def main() -> None:
     """Read everything; see the module's text."""
     log, pause_ms, batch, *files = sys.argv[1:]
-    ffserve.client.preparing.CHECKED_EVERY = 1 << 60  # nothing is prepared again to be compared
+    # Nothing is prepared again to be compared.
+    ffserve.client.daemon.preparing.CHECKED_EVERY = 1 << 60
     dataset = Prepared(files, log, int(pause_ms) / 1000)
     print("ready", flush=True)
     samples: list[Any] = []

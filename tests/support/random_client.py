@@ -23,7 +23,7 @@ from daemon import sample
 
 import ffserve
 from ffserve.client import failover
-from ffserve.client.shared_memory import DaemonSource
+from ffserve.client.daemon.shared_memory import DaemonSource
 from ffserve.client.source import Leased
 
 COUNT = 400

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from preparing import Prepared, digest, prepared
 
-import ffserve.client.preparing
+import ffserve.client.daemon.preparing
 import ffserve.protocol
 from ffserve.errors import FormatError, UsageError
 from ffserve.torch import DataLoader, Dataset, EpochSampler, RawDataset, Subset
@@ -47,7 +47,7 @@ def log(tmp_path: Path) -> str:
 def shared(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
     # The tests count what is prepared: nothing is prepared again to be compared.
-    monkeypatch.setattr(ffserve.client.preparing, "CHECKED_EVERY", 1 << 60)
+    monkeypatch.setattr(ffserve.client.daemon.preparing, "CHECKED_EVERY", 1 << 60)
     return iter(())
 
 
@@ -265,7 +265,7 @@ def test_the_order_of_many_samples_was_not_announced(
     files: list[str], log: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every second sample of an order is no contiguous array."""
-    monkeypatch.setattr(ffserve.client.preparing, "LOOKED_AT", N // 2)
+    monkeypatch.setattr(ffserve.client.daemon.preparing, "LOOKED_AT", N // 2)
     with serving() as daemon:
         monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
         dataset = Prepared(files, log)
@@ -343,7 +343,7 @@ def test_a_preparation_of_chance_is_found_out(
         def process(self, indices: Any, data: Any) -> Any:
             return data
 
-    monkeypatch.setattr(ffserve.client.preparing, "CHECKED_EVERY", 1)
+    monkeypatch.setattr(ffserve.client.daemon.preparing, "CHECKED_EVERY", 1)
     one, other = Random(files, log), Random(files, log)
     one[[1, 2, 3]]
     with caplog.at_level(logging.WARNING, "ffserve"):

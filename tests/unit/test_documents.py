@@ -29,7 +29,7 @@ from daemon import Daemon
 import ffserve
 from benchmarks import readme
 from ffserve import cli
-from ffserve.client.preparing import prepared_source
+from ffserve.client.daemon.preparing import prepared_source
 
 if sys.version_info >= (3, 11):
     import tomllib

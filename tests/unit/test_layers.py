@@ -77,11 +77,20 @@ FACE = "aio dtypes errors formats formats.base mixture order packing reader test
 DOORS = {
     "_version": ("doctor torch", "the release is compared, or is part of a key"),
     "cache.simulation": ("cli", "`ffserve simulate` plays an order through the daemon's policy"),
-    "client.autostart": ("arrow", "a task starts a daemon for remote files as a reader does"),
-    "client.connection": ("bench cli doctor torch", "commands talk to the daemon without a reader"),
-    "client.memory": ("doctor", "it explains why a process does not map the daemon's memory"),
-    "client.preparing": ("torch", "prepared samples are an offer to frameworks"),
-    "client.shared_memory": ("view", "it reads samples in place, in C"),
+    "client.daemon.autostart": (
+        "arrow",
+        "a task starts a daemon for remote files as a reader does",
+    ),
+    "client.daemon.connection": (
+        "bench cli doctor torch",
+        "commands talk to the daemon without a reader",
+    ),
+    "client.daemon.memory": (
+        "doctor",
+        "it explains why a process does not map the daemon's memory",
+    ),
+    "client.daemon.preparing": ("torch", "prepared samples are an offer to frameworks"),
+    "client.daemon.shared_memory": ("view", "it reads samples in place, in C"),
     "client.source": ("torch view", "samples are read into a loader's memory"),
     "config": ("cli doctor", "settings are flags of a command, and are examined"),
     "dataset.layout": ("cli view", "shards, and the error for an index outside of them"),

@@ -22,7 +22,7 @@ def status(socket: str | None, as_json: bool) -> int:
       ffserve status
       ffserve status --json | jq '.jobs[] | {name, hit_rate}'
     """
-    from ffserve.client import connection
+    from ffserve.client.daemon import connection
 
     facts = connection.status(socket)
     if as_json:

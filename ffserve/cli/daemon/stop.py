@@ -74,7 +74,7 @@ def _daemon(path: str) -> Iterator[tuple[int, int, int]]:
     Raises: ServerUnavailable: none answers. AccessDenied: it belongs to another user. UsageError:
         it is not the process that listens there.
     """
-    from ffserve.client.connection import Connection
+    from ffserve.client.daemon.connection import Connection
 
     connection = Connection(path, "stop")
     try:

@@ -36,7 +36,7 @@ class _Pace:
 
     def _idle(self) -> bool:
         """Whether the daemon had no request since the last check, or there is no daemon."""
-        from ffserve.client import connection
+        from ffserve.client.daemon import connection
 
         self._looked_at = time.monotonic()
         try:
@@ -73,7 +73,7 @@ def scrub(
     if files:
         paths = files_of(files, format_name)
     else:
-        from ffserve.client import connection
+        from ffserve.client.daemon import connection
 
         shards = connection.status(socket)["shards"]
         paths = [shard["path"] for shard in shards if shard["open"]]

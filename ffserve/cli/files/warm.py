@@ -49,7 +49,7 @@ def warm(paths: tuple[str, ...], socket: str | None, as_json: bool) -> int:
       ffserve warm /data/train                  # into the daemon's memory
     """
     from ffserve import formats
-    from ffserve.client import connection
+    from ffserve.client.daemon import connection
     from ffserve.dataset.paths import expand_paths
     from ffserve.store.urls import is_url
 
@@ -91,7 +91,7 @@ def _through_daemon(paths: list[str], socket: str | None, daemon: dict[str, Any]
     import numpy as np
 
     import ffserve
-    from ffserve.client import connection
+    from ffserve.client.daemon import connection
     from ffserve.store.urls import is_url, shown
 
     errors: list[FFServeError] = []

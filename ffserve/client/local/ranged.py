@@ -16,13 +16,13 @@ from typing import TypeVar
 import numpy as np
 
 from ffserve import formats
-from ffserve.client.local import (
+from ffserve.client.local.local_chunks import ChunkCache
+from ffserve.client.local.local_source import (
     MAX_CHUNK_SIZE,
     LocalSource,
     PartlyRead,
     process_engine,
 )
-from ffserve.client.local_chunks import ChunkCache
 from ffserve.client.source import Target
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.errors import FFServeError

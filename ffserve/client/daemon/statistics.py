@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ffserve import protocol
-from ffserve.client.connection import Driver
+from ffserve.client.daemon.connection import Driver
 from ffserve.dtypes import Int64s, UInt64s
 
 COUNT_INTERVAL_S = 0.25

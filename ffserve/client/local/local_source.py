@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.client.local_chunks import ChunkCache, ChunkReads, in_decoding_thread
-from ffserve.client.local_files import SampleTables, ShardFiles, fitting_share
+from ffserve.client.local.local_chunks import ChunkCache, ChunkReads, in_decoding_thread
+from ffserve.client.local.local_files import SampleTables, ShardFiles, fitting_share
+from ffserve.client.local.windows import Part, Windows
 from ffserve.client.source import Batch, Indices, Leased, Target, places
-from ffserve.client.windows import Part, Windows
 from ffserve.dataset.layout import as_int64
 from ffserve.disk import shardfile
 from ffserve.disk.files import open_regular, raise_file_limit

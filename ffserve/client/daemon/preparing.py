@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ffserve import protocol
-from ffserve.client.connection import Connection
-from ffserve.client.shared_memory import DaemonSource
+from ffserve.client.daemon.connection import Connection
+from ffserve.client.daemon.shared_memory import DaemonSource
 from ffserve.client.source import arrays_of, cut
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.engine.shm import Located

@@ -1,0 +1,1 @@
+"""Samples of the daemon: the connection to it, its mapped memory, prepared samples."""
