@@ -118,7 +118,7 @@ def _flat_names(folder: Any, first: int) -> Iterator[tuple[int, str]]:
                 waiting.append((f"{prefix}{name}/", value))
 
 
-class RecordStream:
+class StreamedRecords:
     """Compressed TFRecord files: decompressed in order as a whole, in parts read by index."""
 
     named = False
@@ -387,7 +387,7 @@ def find_sources(inputs: PathLike | Sequence[PathLike], out: str) -> list[InputS
             elif lower.endswith(_TAR_SUFFIXES):
                 sources.append(Tar(path))
             else:
-                sources.append(RecordStream((path,)))
+                sources.append(StreamedRecords((path,)))
         else:
             plain.append(path)
     flush()
