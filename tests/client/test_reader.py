@@ -21,7 +21,7 @@ import pytest
 from daemon import Daemon, damage, run_python, sample, serving, until, write
 
 import ffserve
-from ffserve.dataset.layout import paths as dataset_paths
+from ffserve.dataset import paths as dataset_paths
 from ffserve.dataset.paths import expand_paths
 from ffserve.engine import opening
 from ffserve.errors import (
