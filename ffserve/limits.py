@@ -35,8 +35,8 @@ This is more than N. The parts are limits and not reservations: with many sessio
 shards, and an OPEN that finds no descriptor closes idle shards or fails with a hint.
 
 **Threads.** For each user USER_OPENINGS that open files (ASKED_AT_ONCE each for remote files),
-CLOSING_THREADS, one that explains damaged samples, and `store/fetching.py: THREADS` for each of
-MOST_ORIGINS.
+CLOSING_THREADS, one that explains damaged samples, one that reads samples a second time, one that
+copies prepared samples, and `store/fetching.py: THREADS` for each of MOST_ORIGINS.
 """
 
 from __future__ import annotations
