@@ -101,7 +101,7 @@ def test_an_interrupted_run_goes_on_where_it_ended(server: HttpOrigin, tmp_path:
         [sys.executable, "-m", "ffserve", "stage", url, "-o", str(out)],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    while len(server.spans) < 4:
+    while len(server.spans) < 8:
         time.sleep(0.02)
     first.send_signal(signal.SIGKILL)
     first.wait()
