@@ -4,6 +4,7 @@ BATCH FILE…` reads all samples in order, and writes a digest of what it got.""
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import sys
 import time
@@ -13,8 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-import ffserve.client.daemon.preparing
 from ffserve.torch import Dataset
+
+try:
+    preparing = importlib.import_module("ffserve.client.daemon.preparing")
+except ImportError:  # an earlier release (tests/upgrades)
+    preparing = importlib.import_module("ffserve.client.prepared")
 
 
 class Prepared(Dataset):
@@ -67,7 +72,7 @@ def main() -> None:
     """Read everything; see the module's text."""
     log, pause_ms, batch, *files = sys.argv[1:]
     # Nothing is prepared again to be compared.
-    ffserve.client.daemon.preparing.CHECKED_EVERY = 1 << 60
+    preparing.CHECKED_EVERY = 1 << 60
     dataset = Prepared(files, log, int(pause_ms) / 1000)
     print("ready", flush=True)
     samples: list[Any] = []

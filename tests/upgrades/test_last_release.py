@@ -160,7 +160,7 @@ def test_clients_and_daemons_of_both_releases(last: str, path: str, old: str) ->
 
 ALONE = """
 import os, resource, sys
-import ffserve, ffserve.reader, ffserve.client.local.local_source
+import ffserve, ffserve.reader, ffserve.client.local
 path, os.environ["FFSERVE_SOCKET"], limited = sys.argv[1:]
 ffserve.open(path, server="off").close()
 if limited == "limited":  # the arena cannot be mapped
