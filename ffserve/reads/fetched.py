@@ -15,14 +15,12 @@ from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ffserve.dtypes import Int64s
 from ffserve.engine.codec import checksums, scatter
 from ffserve.engine.io import EngineBatch
 from ffserve.errors import STATUS_CHECKSUM, STATUS_FORMAT, FFServeError
 from ffserve.reads.records import BatchEngine, part_of, rows_of
-
-Int64s = NDArray[np.int64]
 
 GAP = 64 << 10
 """Reads with at most so many bytes between them are fetched together."""
@@ -80,14 +78,10 @@ class FetchingEngine:
         self._engine.remove_file(file)
 
     def submit(self, batch: EngineBatch) -> None:
-        """Submit the reads of other files, and ask for the ranges of these."""
+        """Ask for the ranges of the fetched files, and submit the reads of the others."""
         reads = batch.reads
         fetched = np.isin(reads["file"], list(self._numbers))
         begun = self._begun[batch] = _Begun([], None, np.zeros(0, np.int64))
-        if not fetched.all():
-            others = np.flatnonzero(~fetched)
-            begun.local, begun.rows = part_of(batch, others)
-            self._engine.submit(begun.local)
         begins = reads["offset"].astype(np.int64)
         ends = begins + reads["length"].astype(np.int64)
         for file in np.unique(reads["file"][fetched]).tolist():
@@ -96,6 +90,11 @@ class FetchingEngine:
                 begin, end = int(begins[mine[some[0]]]), int(ends[mine[some]].max())
                 coming = self._numbers[file](begin, end)
                 begun.ranges.append(_Range(mine[some], begin, end, coming))
+        # Last: what the engine has begun must be waited for, even if a range cannot be asked for.
+        if not fetched.all():
+            others = np.flatnonzero(~fetched)
+            begun.local, begun.rows = part_of(batch, others)
+            self._engine.submit(begun.local)
 
     def wait(self, batch: EngineBatch) -> None:
         """Wait until all is there; verify and copy the records."""
