@@ -266,7 +266,16 @@ class Reader(BaseReader, Sequence[Bytes]):
         self._selector = SourceSelector(self._request, self._announced)
 
     def _retrying(self, attempt: Callable[[Source], T]) -> T:
-        return self._selector.retrying(attempt)
+        """Make a request; if the daemon goes away meanwhile, or its arena has no memory for a
+        sample, make it again as a whole."""
+        while True:
+            source = self._selector.current()
+            try:
+                return attempt(source)
+            except (ServerUnavailable, ArenaError) as error:
+                spare = self._selector.after(source, error)
+            if spare is not None:
+                return attempt(spare)
 
     def current_source(self, *, lead: bool = False) -> Source:
         """Return the present source; for what belongs to it, such as prepared samples.

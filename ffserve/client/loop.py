@@ -23,7 +23,7 @@ from ffserve.client.daemon import connection as blocking
 from ffserve.client.daemon.channel import Beside, Copying, Steps
 from ffserve.client.daemon.descriptors import DatasetRequest, send
 from ffserve.client.daemon.shared_memory import DaemonSource
-from ffserve.client.local.local_source import ChunkedRequest, LocalRequest, LocalSource
+from ffserve.client.local.local_source import LocalRequest, LocalSource
 from ffserve.client.local.ranged import RangedSource
 from ffserve.client.source import Source, Target
 from ffserve.dtypes import Bytes, Int64s
@@ -318,11 +318,10 @@ class LoopState:
         self, source: LocalSource, numbers: Int64s, apart: bool, out: Bytes | None
     ) -> tuple[Target, Failed]:
         request = source.start(numbers, apart=apart, out=out)
-        if isinstance(request, ChunkedRequest) or isinstance(source, RangedSource):
+        if request.elsewhere is not None or isinstance(source, RangedSource):
             finishing = pool().submit(source.finish, request)
             failed = await undisturbed(asyncio.wrap_future(finishing))
         else:
-            assert isinstance(request, LocalRequest)  # it follows no order
             failed = await self._collect(source, request, keeps_out=out is not None)
         return request.target, failed
 

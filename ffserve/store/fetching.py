@@ -9,6 +9,7 @@ a row is asked by one thread at a time (circuit breaker); the others wait for wh
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import heapq
 import itertools
@@ -19,7 +20,8 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -27,6 +29,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from ffserve.dtypes import Int64s
+from ffserve.engine.codec import crc32c
 from ffserve.errors import FFServeError, MissingFile, ReadError, UsageError
 from ffserve.formats.base import ReadAt
 from ffserve.store import origin, urls
@@ -55,6 +58,8 @@ AHEAD_SIZE = 128 << 20
 """A reader in order has at most so many bytes fetched ahead."""
 FULL_S = 5.0
 """A copy waits so long for room on a full disk, since the store may give way."""
+MOST_ALIKE = 256
+"""An object of which the origin has sent so many damaged blocks twice alike is damaged there."""
 LISTED_S = 30.0
 """How long a listing counts as the present state of an object that is then opened."""
 NOW = 0.0
@@ -619,15 +624,46 @@ class Fetcher:
             raise ReadError("the store's file was truncated", path=opened.stored.path)
         return content
 
-    def repair(self, opened: OpenObject, blocks: Int64s) -> bool:
-        """Drop blocks whose bytes on disk are not what was written; return whether any of them is
-        to be fetched again."""
-        stored = opened.stored
+    def repair(self, opened: OpenObject, blocks: Int64s, most_s: float) -> bool:
+        """Have blocks of a damaged record, which are pinned, fetched again: those whose bytes on
+        disk are not what was written; if there are none, all that the origin has not sent twice
+        alike. Return whether any bytes have changed.
+
+        Args: most_s: how long this may take, about.
+        """
+        stored, until = opened.stored, time.monotonic() + most_s
         for block in blocks.tolist():
             if stored.state.words[block] == PRESENT and not stored.agrees(block):
                 log.warning("store: block %d of %s was damaged on disk", block, opened.shown)
                 self.store.drop(stored, block)
-        return len(stored.missing(blocks)) > 0
+        missing = stored.missing(blocks)
+        if len(missing):
+            wait(self.ask(opened, missing.tolist(), NOW, None).values(), most_s)
+            return True
+        changed = False
+        for block in blocks.tolist():
+            left_s = until - time.monotonic()
+            if left_s > 0 and len(stored.sent_alike) < MOST_ALIKE:
+                changed |= self._compare(opened, block, left_s)
+        return changed
+
+    def _compare(self, opened: OpenObject, block: int, most_s: float) -> bool:
+        """Ask an origin for a block that is there once more; return whether its bytes are others
+        now."""
+        stored = opened.stored
+        before = int(stored.state.checksums[block])
+        if stored.sent_alike.get(block) == before:
+            return False
+        content = self.ask_bytes(opened, block * stored.block_size, stored.state.end(block))
+        with contextlib.suppress(FutureTimeout):
+            found = content.result(most_s)
+            assert isinstance(found, bytes)
+            if crc32c(found) != before:
+                log.warning("store: block %d of %s had come damaged", block, opened.shown)
+                stored.publish(block, found)
+                return True
+            stored.sent_alike[block] = before
+        return False
 
 
 def _pass_on(to: Future[Outcome], done: Future[Outcome]) -> None:

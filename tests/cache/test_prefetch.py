@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ffserve.cache import prefetch
 from ffserve.cache.arena import Arena
 from ffserve.cache.cache import Cache, Fetch, Load
 from ffserve.cache.next_use import NextUse
@@ -16,6 +15,7 @@ from ffserve.cache.orders import AnnouncedOrder
 from ffserve.cache.prefetch import PIECE_COUNT, RETRY_S, Piece, Prefetcher
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.order import epoch_order
+from ffserve.reads import windows
 from ffserve.server.reading.scheduler import Scheduler
 
 COUNT, ARENA = 4096, 16 << 20
@@ -185,7 +185,7 @@ def test_the_order_of_a_data_set_that_is_all_in_memory_is_not_followed() -> None
 
 def test_a_windowed_order_was_prefetched_sample_by_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each window is read whole and in the order of the file, before the job comes to it."""
-    monkeypatch.setattr(prefetch, "WINDOW_LEAST_SIZE", 1 << 18)
+    monkeypatch.setattr(windows, "LEAST_SIZE", 1 << 18)
     window = 1024
     node = Node(1000, epoch_order(COUNT, seed=3, epoch=0, window=window))
     firsts = node.prefetched()
@@ -206,7 +206,7 @@ def test_a_job_ahead_of_the_prefetcher_waits_for_its_window(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its requests would read the blocks of the window many times."""
-    monkeypatch.setattr(prefetch, "WINDOW_LEAST_SIZE", 1 << 18)
+    monkeypatch.setattr(windows, "LEAST_SIZE", 1 << 18)
     node = Node(1000, epoch_order(COUNT, seed=3, epoch=0, window=1024))
     node.prefetched()
     node.evict_all()
@@ -231,7 +231,7 @@ def test_a_job_hung_in_a_windowed_order_over_a_data_set_that_is_all_in_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All samples were known to be there, and more of them were looked for."""
-    monkeypatch.setattr(prefetch, "WINDOW_LEAST_SIZE", 1 << 18)
+    monkeypatch.setattr(windows, "LEAST_SIZE", 1 << 18)
     node = Node(1000, epoch_order(COUNT, seed=3, epoch=0, window=1024))
     node.bring(node.order)
     assert len(node.prefetched()) == 0

@@ -20,6 +20,7 @@ from ffserve.client.local import windows as ahead
 from ffserve.client.local.local_source import process_engine
 from ffserve.errors import ChecksumError, UsageError
 from ffserve.order import epoch_order
+from ffserve.reads import windows as reads_windows
 
 COUNT, WINDOW = 40_000, 4096
 Order = NDArray[np.int64]
@@ -41,7 +42,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "LEAST_SIZE", 1 << 18)
+    monkeypatch.setattr(reads_windows, "LEAST_SIZE", 1 << 18)
     monkeypatch.setattr(ahead, "LOOK_COUNT", 4 * WINDOW)
     monkeypatch.setattr(ahead, "AHEAD_SIZE", 1 << 20)
 

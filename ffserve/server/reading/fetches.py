@@ -27,7 +27,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
@@ -552,15 +552,11 @@ class Fetches:
     # ---- damage ---------------------------------------------------------------------------
 
     def mend(self, remote: RemoteShard, begin: int, end: int) -> bool:
-        """Have the blocks of an extent, which are pinned, fetched again if they are not what was
-        written; return whether there were any. It waits: any thread but the loop's."""
+        """Have the blocks of an extent, which are pinned, fetched again if they are damaged; return
+        whether there were any. It waits: any thread but the loop's."""
         with contextlib.suppress(FFServeError, OSError):
             blocks = _covering(remote.stored, np.array([begin]), np.array([end]))
-            opened = remote.object_for(None)
-            if self._fetcher.repair(opened, blocks):
-                missing = remote.stored.missing(blocks)
-                wait(self._fetcher.ask(opened, missing, NOW, None).values(), MEND_S)
-                return True
+            return self._fetcher.repair(remote.object_for(None), blocks, MEND_S)
         return False
 
     # ---- announced orders -----------------------------------------------------------------
