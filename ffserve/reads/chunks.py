@@ -2,7 +2,7 @@
 
 Chunks are read many at a time as one batch of an engine. A thread then verifies and decodes each of
 them into memory that the caller provides; the compression libraries release the GIL. A damaged
-chunk is read a second time (`damage`); if it is damaged again, it fails alone.
+chunk is read a second time (`second_read`); if it is damaged again, it fails alone.
 
 No memory is allocated because a file states a size: extents were compared with the file when it was
 opened, and decoding stops at the end of the memory that it was given.
@@ -38,7 +38,7 @@ class ChunkRun:
     """Adjacent chunks [low, high) of one shard, at [begin, end) of the file.
 
     file: number of the file in the engine that reads it. second: gives the bytes of an extent
-    (offset, length) by other paths, such as `damage.second_reads`. mend: has what is damaged of a
+    (offset, length) by other paths, such as `second_read.second_reads`. mend: has what is damaged of a
     remote file fetched again, and returns whether there was any. It may wait for an origin, so the
     chunks of such a run are not read a second time by the thread that decodes.
     """

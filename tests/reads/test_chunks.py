@@ -24,7 +24,7 @@ from ffserve.reads.chunks import (
     ReusableBuffers,
     batches,
 )
-from ffserve.reads.damage import second_reads
+from ffserve.reads.second_read import second_reads
 
 SIZE = 3 * BUFFER_UNIT + 777
 

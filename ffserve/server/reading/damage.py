@@ -2,7 +2,7 @@
 
 A sample that is right then is published where it belongs. Storage or an origin that hangs holds up
 the samples of one user only. Chunks of local files are read again by the thread that decodes them
-(`chunks.py`).
+(`chunk_loader.py`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 from ffserve.cache.cache import Load
 from ffserve.cache.tables import Directory
 from ffserve.engine.shm import publish_run
-from ffserve.reads.damage import WrongRecord
 from ffserve.reads.records import Failures
+from ffserve.reads.second_read import WrongRecord
 from ffserve.server.users.threads import UserThreads
 from ffserve.system.memfd import SharedMemory
 

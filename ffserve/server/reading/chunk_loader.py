@@ -35,8 +35,8 @@ from ffserve.reads.chunks import (
     thread_pool,
 )
 from ffserve.reads.chunks import Outcome as ChunkOutcome
-from ffserve.reads.damage import second_reads
 from ffserve.reads.records import Failures
+from ffserve.reads.second_read import second_reads
 from ffserve.server.reading.damage import Outcome
 from ffserve.server.reading.devices import Device, Devices
 from ffserve.server.reading.statistics import Histogram
