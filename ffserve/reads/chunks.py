@@ -38,9 +38,9 @@ class ChunkRun:
     """Adjacent chunks [low, high) of one shard, at [begin, end) of the file.
 
     file: number of the file in the engine that reads it. second: gives the bytes of an extent
-    (offset, length) by other paths, such as `second_read.second_reads`. mend: has what is damaged of a
-    remote file fetched again, and returns whether there was any. It may wait for an origin, so the
-    chunks of such a run are not read a second time by the thread that decodes.
+    (offset, length) by other paths, such as `second_reads`. mend: has what is damaged of a remote
+    file fetched again, and returns whether there was any. It may wait for an origin, so the chunks
+    of such a run are not read a second time by the thread that decodes.
     """
 
     shard: ChunkedShard
