@@ -163,7 +163,8 @@ def _settle(batch: EngineBatch, fetched: _Range) -> Int64s:
     found = records["found"][rows] = checksums(fetched.kind, content, *extents)
     wrong = found != records["checksum"][rows]
     records["status"][rows] = np.where(wrong, STATUS_CHECKSUM, 0)
-    return rows[wrong]
+    bad: Int64s = rows[wrong]
+    return bad
 
 
 def neighbours(begins: Int64s, ends: Int64s) -> Iterator[Int64s]:

@@ -20,7 +20,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from functools import partial
@@ -624,32 +624,31 @@ class Fetcher:
             raise ReadError("the store's file was truncated", path=opened.stored.path)
         return content
 
-    def repair(self, opened: OpenObject, blocks: Int64s, most_s: float) -> bool:
-        """Have blocks of a damaged record, which are pinned, fetched again: those whose bytes on
-        disk are not what was written; if there are none, all that the origin has not sent twice
-        alike. Return whether any bytes have changed.
-
-        Args: most_s: how long this may take, about.
-        """
-        stored, until = opened.stored, time.monotonic() + most_s
+    def repair(self, opened: OpenObject, blocks: Int64s) -> bool:
+        """Drop blocks whose bytes on disk are not what was written; return whether any of them is
+        to be fetched again."""
+        stored = opened.stored
         for block in blocks.tolist():
             if stored.state.words[block] == PRESENT and not stored.agrees(block):
                 log.warning("store: block %d of %s was damaged on disk", block, opened.shown)
                 self.store.drop(stored, block)
-        missing = stored.missing(blocks)
-        if len(missing):
-            wait(self.ask(opened, missing.tolist(), NOW, None).values(), most_s)
-            return True
-        changed = False
+        return len(stored.missing(blocks)) > 0
+
+    def compare(self, opened: OpenObject, blocks: Int64s, most_s: float) -> bool:
+        """Ask the origin once more for blocks that contain a damaged record, and are pinned; those
+        that it has sent twice alike are left out. Return whether any bytes are others now.
+
+        Args: most_s: how long this may take, about.
+        """
+        changed, until = False, time.monotonic() + most_s
         for block in blocks.tolist():
             left_s = until - time.monotonic()
-            if left_s > 0 and len(stored.sent_alike) < MOST_ALIKE:
+            if left_s > 0 and len(opened.stored.sent_alike) < MOST_ALIKE:
                 changed |= self._compare(opened, block, left_s)
         return changed
 
     def _compare(self, opened: OpenObject, block: int, most_s: float) -> bool:
-        """Ask an origin for a block that is there once more; return whether its bytes are others
-        now."""
+        """See `compare`; of one block."""
         stored = opened.stored
         before = int(stored.state.checksums[block])
         if stored.sent_alike.get(block) == before:

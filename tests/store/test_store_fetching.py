@@ -341,7 +341,7 @@ def test_damage_on_disk_is_fetched_again(
     with open(file.stored.path, "rb+") as data:
         data.seek(BLOCK + 5)
         data.write(b"damage")
-    assert fetcher.repair(file, np.arange(3), 30.0)
+    assert fetcher.repair(file, np.arange(3))
     assert "block 1 of" in caplog.text
     caplog.clear()
     assert fetcher.content(file, 0, len(content)) == content

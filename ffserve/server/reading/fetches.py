@@ -27,7 +27,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
@@ -556,7 +556,12 @@ class Fetches:
         whether there were any. It waits: any thread but the loop's."""
         with contextlib.suppress(FFServeError, OSError):
             blocks = _covering(remote.stored, np.array([begin]), np.array([end]))
-            return self._fetcher.repair(remote.object_for(None), blocks, MEND_S)
+            opened = remote.object_for(None)
+            if not self._fetcher.repair(opened, blocks):
+                return self._fetcher.compare(opened, blocks, MEND_S)
+            missing = remote.stored.missing(blocks)
+            wait(self._fetcher.ask(opened, missing, NOW, None).values(), MEND_S)
+            return True
         return False
 
     # ---- announced orders -----------------------------------------------------------------
