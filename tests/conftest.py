@@ -21,8 +21,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# pytest has put this folder there. Its folders torch, ray and spark would be found as packages where
-# the real ones are not installed.
+# pytest has put this folder there. Its folders torch, ray and spark would be found as packages
+# where the real ones are not installed.
 sys.path[:] = [path for path in sys.path if path != str(Path(__file__).parent)]
 
 
@@ -35,8 +35,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 multiprocessing.set_forkserver_preload(["__main__", "torch"])
 
 
-# A slow or busy machine is no failure. `make test` draws the same examples in each run, so that
-# what it says depends on the sources only; so does CI. `make check`, `make soak` and `make fuzz` draw new ones.
+# A slow or busy machine is no failure. `make test` and CI draw the same examples in each run, so
+# that what they say depends on the sources only; `make check`, `make soak` and `make fuzz` draw
+# new ones.
 settings.register_profile(
     "ffserve",
     settings(),
