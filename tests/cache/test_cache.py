@@ -718,6 +718,7 @@ def held_size(node: Node, first: int, count: int) -> int:
     return int(lengths[node.resident(numbers)].sum())
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("before", "after"),
     [(a, b) for a in ("small", "images", "large") for b in ("small", "images", "large") if a != b],
@@ -749,6 +750,7 @@ def test_memory_is_used_when_record_sizes_change(before: str, after: str, stays:
     node.directory.close()
 
 
+@pytest.mark.check
 def test_stealing_in_a_large_arena_takes_little_time() -> None:
     """A job with samples of another size comes to a full arena of a million slots."""
     node = Node([[4000] * 1_040_000, [100_000] * 4000], arena_size=4 << 30)

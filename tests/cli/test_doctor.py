@@ -306,6 +306,7 @@ def test_data_in_memory(doctor: Doctor, place: Path) -> None:
     found(doctor(place, faults=[*faults, ["write", str(path), ""]]), "data-in-memory")
 
 
+@pytest.mark.check
 def test_a_file_system_that_does_not_answer(doctor: Doctor, place: Path) -> None:
     begin = place / "begin"
     with fuse(place, STATFS, begin=begin) as path:
@@ -540,6 +541,7 @@ io._trial = lambda kind: None if kind == "threads" else "refused then"
 OTHER_PROTOCOL = "import ffserve.protocol as p; p.VERSION, p.VERSIONS = {0}, ({0},)"
 
 
+@pytest.mark.check
 def test_a_daemon_of_another_release(doctor: Doctor) -> None:
     with serving(patch=OLD, expect=[r"io_uring is not used \(refused then\): .*"]) as daemon:
         diagnosis = doctor("--socket", daemon.socket)
@@ -602,6 +604,7 @@ def test_the_memory_of_a_daemon_that_runs(doctor: Doctor) -> None:
 # ---------------------------------------------------------------- the document
 
 
+@pytest.mark.check
 def test_every_finding_is_explained() -> None:
     section = (ROOT / "docs" / "OPERATIONS.md").read_text().partition("\n## Findings\n")[2]
     section = section.partition("\n## ")[0]

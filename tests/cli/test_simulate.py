@@ -47,6 +47,7 @@ def test_a_slow_disk_slows_the_jobs() -> None:
     assert row["speed"] == pytest.approx(0.5 / row["read_share"], rel=0.08)
 
 
+@pytest.mark.check
 def test_prepared_samples() -> None:
     options = "--jobs", "2", "--cache", "0.5", "--prepare-ms", "2", "--sample-size", "16KiB"
     (row,) = json.loads(run(*options, "--json"))["rows"]

@@ -109,6 +109,7 @@ def test_a_title_that_is_no_short_text_is_refused(daemon: Daemon, about: dict[st
     assert isinstance(error, ProtocolError) and f"{next(iter(about))} is not a text" in str(error)
 
 
+@pytest.mark.check
 def test_errors_are_red_and_slow_files_and_the_log_are_shown(tmp_path: Path) -> None:
     path, chunks = (write(tmp_path / name, TRUTH) for name in ("a.ffr", "a.recordio"))
     damage(path, 3)

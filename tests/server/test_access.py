@@ -207,6 +207,7 @@ print(type(ask(protocol.Open(1, what, row))).__name__)
 """Names a file that somebody else has open, by its numbers; prints what the daemon answers."""
 
 
+@pytest.mark.check
 def test_the_proof_of_one_user_is_none_of_another(daemon: Daemon, folder: Path) -> None:
     path = write(folder / "proven.ffr", TRUTH)
     status = os.stat(path)
@@ -372,6 +373,7 @@ with support.Raw(sys.argv[2]) as raw:
     assert "file system (0x9fa0)" in reads("/", daemon, ALICE, program=program)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(("announced", "sent"), [(1, 2), (2, 1), (0, 1), (253, 1), (3, 253)])
 def test_another_number_of_descriptors_than_announced(
     daemon: Daemon, folder: Path, announced: int, sent: int
@@ -445,6 +447,7 @@ def test_a_proxy_that_passes_no_descriptors(daemon: Daemon, folder: Path, tmp_pa
     until(lambda: daemon.fd_count() <= before + 2, "nothing is held but the shard")
 
 
+@pytest.mark.check
 def test_a_client_that_never_answers_blocks_no_other_opening(folder: Path) -> None:
     path = write(folder / "silent.ffr", TRUTH)
     patch = (
@@ -619,6 +622,7 @@ def test_two_opens_at_a_time_met_the_limit_late(folder: Path) -> None:
             assert len(reader) == 60
 
 
+@pytest.mark.check
 def test_an_open_that_is_given_up_takes_no_room(folder: Path) -> None:
     paths = [write(folder / f"room{k:03}.ffr", [b"x"]) for k in range(120)]
     patch = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (240, 240))"

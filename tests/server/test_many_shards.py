@@ -49,6 +49,7 @@ def check(reader: ffserve.Reader) -> None:
             assert got.tobytes() == sample(index // EACH, index % EACH)
 
 
+@pytest.mark.check
 @pytest.mark.skipif(
     resource.getrlimit(resource.RLIMIT_NOFILE)[1] < ROOM,
     reason="too few open files are allowed",

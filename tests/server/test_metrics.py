@@ -296,6 +296,7 @@ def attack(address: str, what: Callable[[socket.socket], object]) -> socket.sock
     return sock
 
 
+@pytest.mark.check
 def test_hostile_clients_delay_nobody_and_are_closed(path: str) -> None:
     patch = "import ffserve.server.status.http as http; http.REQUEST_TIMEOUT_S = 3.0"
     with measured(patch=patch) as (daemon, address), daemon.open(path) as reader:
@@ -312,6 +313,7 @@ def test_hostile_clients_delay_nobody_and_are_closed(path: str) -> None:
         assert daemon.private_size() < 200 << 20
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("what", "status"), [("a large header", 431), ("another protocol", 400), ("a large body", 405)]
 )
@@ -366,6 +368,7 @@ def serve(*options: str, patch: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("check", [[], ["--check"]])
 @pytest.mark.parametrize("package", ["prometheus_client", "h11"])
 def test_a_missing_package_is_named(package: str, check: list[str], tmp_path: Path) -> None:

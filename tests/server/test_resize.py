@@ -100,6 +100,7 @@ class Load:
         assert self.batches
 
 
+@pytest.mark.check
 def test_grows_under_load(daemon: Daemon, path: str, truth: list[bytes]) -> None:
     with Load(daemon, path, truth, 1), Load(daemon, path, truth, 2) as load:
         until(lambda: load.batches > 3, "reading continues")
@@ -152,6 +153,7 @@ def test_changes_size_many_times_under_load(path: str, truth: list[bytes]) -> No
         assert memory_size(daemon) <= 32 * MIB
 
 
+@pytest.mark.check
 def test_shrinking_waits_for_leases(path: str, truth: list[bytes]) -> None:
     with serving(arena="96MiB") as daemon, daemon.open(path) as reader:
         reader.read(range(COUNT))
@@ -216,6 +218,7 @@ def test_a_killed_client_does_not_delay_a_resize(path: str) -> None:
             holder.communicate()
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("size", "said"),
     [

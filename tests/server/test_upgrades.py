@@ -301,6 +301,7 @@ def test_a_client_of_before_access_by_descriptor_is_told_to_upgrade() -> None:
         assert told.startswith("upgrade ffserve in this client (ffserve 0.0.1), which speaks ver")
 
 
+@pytest.mark.check
 def test_a_daemon_of_two_versions_before_is_named(file: str) -> None:
     with serving(expect=REFUSED) as daemon:
         program = AFTER + READING

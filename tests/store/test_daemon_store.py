@@ -179,6 +179,7 @@ def test_an_announced_order_is_fetched_ahead_by_the_daemon(
         assert plain(reader.read([3, 400])) == [samples[3], samples[400]]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("case", [0, pytest.param(4, marks=pytest.mark.stores)])
 def test_with_little_room_samples_pass_the_store(
     origin: HttpOrigin, tmp_path: Path, case: int
@@ -250,6 +251,7 @@ def test_an_origin_that_stalls_holds_up_nobody_else(origin: HttpOrigin, tmp_path
             reader.close()
 
 
+@pytest.mark.check
 def test_who_sent_a_remote_file_together_with_one_that_stalls_held_up_its_first_opener(
     origin: HttpOrigin, tmp_path: Path
 ) -> None:
@@ -419,6 +421,7 @@ def test_a_lost_daemon_is_replaced_by_ranged_reads(
     caplog.clear()
 
 
+@pytest.mark.check
 def test_a_handed_over_daemon_serves_remote_samples_from_memory(
     origin: HttpOrigin, tmp_path: Path
 ) -> None:

@@ -181,6 +181,7 @@ def test_warm(server: HttpOrigin, tmp_path: Path, capsys: pytest.CaptureFixture[
     capsys.readouterr()
 
 
+@pytest.mark.check
 def test_warm_evicts_no_file_for_a_later_one(
     server: HttpOrigin, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -181,6 +181,7 @@ def test_a_daemon_follows_a_mixture(tmp_path: Path, daemon: Daemon, monkeypatch:
         dataset.reader.close()
 
 
+@pytest.mark.check
 def test_mixtures_cross_to_workers_of_every_start_method() -> None:
     mixture = mixture_of(5, 7, repeats=[2, 1])
     for method in ("fork", "spawn"):

@@ -142,6 +142,7 @@ def _fill(path: Path) -> None:
                     writer.write(pickle.dumps(sample) if directory == "train" else sample)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "name",
     [n for n in NAMES if any(b.runs and b.language in {"python", "sh"} for b in blocks(n))],
@@ -321,6 +322,7 @@ def _defines(path: Path, name: str) -> bool:
     return True
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name", sorted(set(NAMES) - HISTORY))
 def test_functions_that_are_named_exist(name: str) -> None:
     for span in CODE.findall(document(name)):
@@ -443,6 +445,7 @@ def _pattern(message: str) -> str:
     return ".+?".join(re.escape(part) for part in message.split("{}"))
 
 
+@pytest.mark.check
 def test_every_log_line_is_explained() -> None:
     section = document("docs/OPERATIONS.md").partition("\n## Log lines")[2].partition("\n## ")[0]
     marked = dict(re.findall(r"^\| `([^`]+)`( ↻)? \|", section, re.M))

@@ -115,6 +115,7 @@ def test_a_wheel_has_the_units_that_the_commands_of_a_checkout_install(tmp_path:
     assert texts[tmp_path] == texts[tmp_path / "lib"]
 
 
+@pytest.mark.check
 def test_a_core_of_other_sources_says_what_to_do(tmp_path: Path) -> None:
     for package in ("ffserve", "benchmarks"):
         leave = shutil.ignore_patterns("__pycache__")

@@ -259,6 +259,7 @@ def test_other_users_see_what_everybody_may_read() -> None:
 # ---- begin and end -------------------------------------------------------------------------------
 
 
+@pytest.mark.check
 def test_a_view_ends_with_its_process_and_begins_again(tmp_path: Path) -> None:
     needs_fuse()
     write(tmp_path / "a.ffr", SAMPLES)
@@ -324,6 +325,7 @@ def test_names_that_cannot_be_read_are_numbers(files: Path, tmp_path: Path) -> N
         assert len(names) == len(NAMES) + 1
 
 
+@pytest.mark.check
 def test_without_fuse_the_error_says_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
