@@ -540,6 +540,7 @@ io._trial = lambda kind: None if kind == "threads" else "refused then"
 OTHER_PROTOCOL = "import ffserve.protocol as p; p.VERSION, p.VERSIONS = {0}, ({0},)"
 
 
+@pytest.mark.check
 def test_a_daemon_of_another_release(doctor: Doctor) -> None:
     with serving(patch=OLD, expect=[r"io_uring is not used \(refused then\): .*"]) as daemon:
         diagnosis = doctor("--socket", daemon.socket)
@@ -558,6 +559,7 @@ def test_a_daemon_of_another_release(doctor: Doctor) -> None:
         assert diagnosis.commands("version-protocol") == upgrade, "this side is the older one"
 
 
+@pytest.mark.check
 def test_a_daemon_of_another_user_with_low_limits(doctor: Doctor, place: Path) -> None:
     container.seccomp()
     limits = (("RLIMIT_NOFILE", 2000), ("RLIMIT_MEMLOCK", 8 << 20))

@@ -50,12 +50,14 @@ def test_read_and_write(suffix: str, tmp_path: Path) -> None:
     assert "leased: ['sample 3', 'sample 4']" in said
 
 
+@pytest.mark.check
 @pytest.mark.skipif(not TORCH, reason="torch is not installed")
 def test_load_torch(data: Path) -> None:
     said = run("load_torch", data, "--epochs", "1", "--workers", "1")
     assert f"epoch 1: {len(ffserve.open(data, server='off'))} samples" in said
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "name",
     [
@@ -85,6 +87,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.check
 def test_every_example_has_a_help_text_and_is_listed() -> None:
     names = {module.name for module in pkgutil.iter_modules(examples.__path__)} - NOT_PROGRAMS
     for name in names:

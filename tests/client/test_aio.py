@@ -248,6 +248,7 @@ async def test_closing_a_reader_left_tasks_waiting_whose_requests_were_kept_back
             assert [bytes(s) for s in await other.read(range(COUNT))] == TRUTH
 
 
+@pytest.mark.check
 async def test_the_loop_goes_on_while_the_daemon_does_not(path: str) -> None:
     with serving() as daemon:
         async with ffserve.aio.open(path, server=daemon.socket) as reader:
@@ -588,6 +589,7 @@ print(len(os.listdir("/proc/self/fd")))
     assert int(closed) <= int(open_ones[0].split()[0])
 
 
+@pytest.mark.check
 def test_import_is_light(path: str) -> None:
     program = """
 import sys, ffserve

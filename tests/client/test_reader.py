@@ -426,6 +426,7 @@ class TestReader:
             pool.join()
         assert got == TRUTH[::9]
 
+    @pytest.mark.check
     def test_fork_while_threads_read(self, reader: ffserve.Reader) -> None:
         stop = threading.Event()
         problems: list[BaseException] = []
@@ -691,6 +692,7 @@ def _waited(pid: int) -> tuple[int, int] | None:
     return (got, status) if got else None
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("source", ["off", "copied"])
 def test_failed_batches_kept_their_buffers_until_garbage_collection(
     tmp_path: Path, source: str
@@ -766,6 +768,7 @@ print("ok")
 """
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("other", [1, 1 << 40])
 def test_indices_that_another_thread_changes_led_out_of_the_buffer(
     tmp_path: Path, server: str, other: int

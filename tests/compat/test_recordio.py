@@ -183,6 +183,7 @@ def bomb(path: Path, size: int) -> str:
     return str(path)
 
 
+@pytest.mark.check
 def test_a_chunk_beyond_the_limit_is_refused_and_costs_nothing(tmp_path: Path) -> None:
     path = bomb(tmp_path / "bomb.recordio", 200 << 20)
     assert os.path.getsize(path) < 1 << 20
@@ -227,6 +228,7 @@ def test_a_bomb_that_lies_about_its_size_ends_with_its_slot(server: str, tmp_pat
         assert bytes(reader[1]) == b"x" * 60
 
 
+@pytest.mark.check
 def test_everything_goes_through_a_small_arena(files: dict[tuple[str, str], str]) -> None:
     paths = [files[way] for way in WAYS]
     with serving(arena="1MiB") as daemon, daemon.open(paths) as reader:
@@ -278,6 +280,7 @@ with ffserve.open(paths, server=socket) as reader:
 """
 
 
+@pytest.mark.check
 def test_two_processes_of_different_formats_share_one_arena(
     files: dict[tuple[str, str], str], tmp_path: Path
 ) -> None:

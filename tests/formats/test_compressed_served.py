@@ -115,6 +115,7 @@ def test_chunk_is_decoded_once_for_all(daemon: Daemon, tmp_path: Path) -> None:
     assert chunks - 2 <= daemon.cache()["blocks_read"] - read <= chunks
 
 
+@pytest.mark.check
 def test_arena_smaller_than_the_records(tmp_path: Path) -> None:
     file = tmp_path / "a.tfrecord.gz"
     payloads = [RNG.bytes(40_000) + bytes(30_000) for _ in range(700)]
@@ -323,6 +324,7 @@ def test_torch_loader(
     assert found == sorted(SAMPLES)
 
 
+@pytest.mark.check
 def test_commands(path: str, tmp_path: Path) -> None:
     [facts] = json.loads(text_of("inspect", "--json", path))
     assert facts["samples"] == len(SAMPLES) and facts["format"] == "tfrecord"

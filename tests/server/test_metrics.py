@@ -101,6 +101,7 @@ def test_the_metrics_say_what_happened(path: str, tmp_path: Path) -> None:
     assert one == 1 and dict(labels)["version"] == ffserve.__version__
 
 
+@pytest.mark.check
 def test_clients_report_how_long_hits_take(path: str) -> None:
     with measured() as (daemon, address), daemon.open(path) as reader:
         reader.read(range(COUNT))
@@ -296,6 +297,7 @@ def attack(address: str, what: Callable[[socket.socket], object]) -> socket.sock
     return sock
 
 
+@pytest.mark.check
 def test_hostile_clients_delay_nobody_and_are_closed(path: str) -> None:
     patch = "import ffserve.server.status.http as http; http.REQUEST_TIMEOUT_S = 3.0"
     with measured(patch=patch) as (daemon, address), daemon.open(path) as reader:

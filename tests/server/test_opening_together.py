@@ -295,6 +295,7 @@ os._exit(0)
 """A user whose files do not let themselves be opened."""
 
 
+@pytest.mark.check
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, makes mount namespaces")
 def test_a_user_held_up_four_threads_in_each_mount_namespace() -> None:
     """And everybody can make any number of these."""
@@ -326,6 +327,7 @@ def test_a_user_held_up_four_threads_in_each_mount_namespace() -> None:
         until(lambda: threads() <= before + 4, "all have ended")
 
 
+@pytest.mark.check
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 def test_each_of_many_files_is_common_or_not(daemon: Daemon) -> None:
     """Also where links, private files and directories, and names of others lie among them."""

@@ -201,6 +201,7 @@ def test_an_internal_error_of_the_page_harms_no_job(path: str) -> None:
         assert ask(address, "/healthz")[0] == 200
 
 
+@pytest.mark.check
 def test_an_event_of_thousands_of_jobs_is_small_and_made_in_steps() -> None:
     program = """
 import json

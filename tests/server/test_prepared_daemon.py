@@ -437,6 +437,7 @@ def test_orders_of_prepared_samples_read_nothing_ahead(daemon: Daemon, path: str
 CONTENTS = {3: b"three" * 1000, 7: b"7", 21: os.urandom(200_001)}
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_prepared_samples_outlive_their_daemon(path: str, number: int) -> None:
     with managed() as daemon:
@@ -458,6 +459,7 @@ def test_prepared_samples_outlive_their_daemon(path: str, number: int) -> None:
             assert later.claim(3) == [READABLE]
 
 
+@pytest.mark.check
 def test_prepared_samples_of_a_file_that_changed_meanwhile_are_not_served(path: str) -> None:
     with managed() as daemon:
         with Preparer(daemon, path) as one:
@@ -478,6 +480,7 @@ def rewrite(daemon: ManagedDaemon, name: str, value: object) -> None:
         inventory._shards[name][k] = value
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -509,6 +512,7 @@ def test_rows_of_prepared_shards_are_checked(path: str, name: str, value: object
 # ---- figures ------------------------------------------------------------------------------------
 
 
+@pytest.mark.check
 def test_metrics_say_what_sharing_saved(path: str) -> None:
     pytest.importorskip("prometheus_client")
 

@@ -247,6 +247,7 @@ def test_persistent_workers_draw_no_seed_from_the_generator() -> None:
     del loader
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
 def test_the_training_process_announces_and_not_its_workers(start_method: str) -> None:
     dataset = cases.Numbers(N)
@@ -627,6 +628,7 @@ def test_two_loaders_at_once_do_not_announce_again_and_again() -> None:
     assert len(dataset.reader.orders) == 4
 
 
+@pytest.mark.check
 def test_the_announcer_never_forgot_loaders_and_ids_of_objects_that_were_gone() -> None:
     gc.collect()
     before = len(announce._announcers)
@@ -712,6 +714,7 @@ def loader_over(dataset: Any, sampler: EpochSampler, **options: Any) -> DataLoad
     )
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
 def test_a_daemon_follows_a_job(file: str, daemon: Daemon, start_method: str) -> None:
     dataset, sampler = cases.Raw(file), EpochSampler(200, seed=0)
@@ -734,6 +737,7 @@ def test_a_daemon_follows_a_job(file: str, daemon: Daemon, start_method: str) ->
     until(lambda: not daemon.status()["progress"], "the end")
 
 
+@pytest.mark.check
 def test_a_daemon_killed_in_mid_epoch_gets_the_orders_again(
     file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -774,6 +778,7 @@ def reported_again(dataset: Any, daemon: Daemon) -> list[dict[str, Any]]:
     return [progress for progress in daemon.status()["progress"] if progress["announced"]]
 
 
+@pytest.mark.check
 def test_a_worker_killed_in_mid_epoch(file: str, daemon: Daemon) -> None:
     dataset, sampler = cases.Raw(file), EpochSampler(200, seed=0)
     loader = loader_over(dataset, sampler, num_workers=2)
@@ -809,6 +814,7 @@ def train(dataset: Any, rank: int, reported: Any, go_on: Any, read_first: bool) 
     assert got == loader.sampler.order().tolist()
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("start_method", "read_first"), [("fork", False), ("fork", True), ("spawn", False)]
 )

@@ -98,6 +98,7 @@ def test_batches_are_those_of_torch(num_workers: int, shuffle: bool) -> None:
             assert batch[2].tolist() == [len(batch[0])] * len(batch[0]), "one call a batch"
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"])
 def test_any_start_method(start_method: str) -> None:
     loader = DataLoader(
@@ -287,6 +288,7 @@ def test_other_errors_arrive_as_torch_sends_them() -> None:
         next(iter(DataLoader(cases.Stubborn(4), num_workers=1)))
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("persistent", [False, True])
 def test_killing_a_worker_gives_torchs_own_error(persistent: bool) -> None:
     # In a process of its own: torch raises the error from a handler of SIGCHLD, wherever the main
@@ -603,6 +605,7 @@ def test_a_lambda_for_spawned_workers_is_explained(option: str) -> None:
         iter(loader)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_workers_of_a_killed_job_lived_on(method: str) -> None:
     """Under forkserver their parent is the server, which lives as long as they do."""

@@ -84,6 +84,7 @@ def lists_of(dataset: Any, num_workers: int = 1, **options: Any) -> DataLoader:
 # What arrives
 
 
+@pytest.mark.check
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize(
     ("start_method", "dataset"),
@@ -176,6 +177,7 @@ def test_a_users_change_of_torchs_collation_stays() -> None:
     assert [batch["x"].shape for batch in batches] == [(50, 60)] * 2
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_torch_without_the_private_names_gives_the_same_batches(num_workers: int) -> None:
     """In a process of its own, which deletes the names before it imports ffserve."""
@@ -246,6 +248,7 @@ def test_batches_that_are_kept_stay_as_they_are(
     del kept, iterator, batches
 
 
+@pytest.mark.check
 def test_memory_does_not_grow_while_a_few_batches_are_kept() -> None:
     batches = lists_of(cases.Made(400), batch_size=2)
     window: list[Any] = []
@@ -258,6 +261,7 @@ def test_memory_does_not_grow_while_a_few_batches_are_kept() -> None:
     del window, batch, batches
 
 
+@pytest.mark.check
 def test_a_child_of_the_training_process_keeps_what_it_saw() -> None:
     batches = iter(DataLoader(cases.Made(80), num_workers=1, collate_fn=cases.first_only))
     for _ in range(10):
@@ -285,6 +289,7 @@ def look_again(batch: np.ndarray, channel: Any) -> None:
     gc.collect()
 
 
+@pytest.mark.check
 def test_a_child_that_drops_a_batch_does_not_return_its_segment() -> None:
     batches = iter(DataLoader(cases.Made(40), num_workers=1, collate_fn=cases.first_only))
     batch = next(batches)
@@ -303,6 +308,7 @@ def test_a_child_that_drops_a_batch_does_not_return_its_segment() -> None:
 # Ends
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("persistent", [False, True])
 def test_an_abandoned_loader_leaves_nothing(persistent: bool) -> None:
     batches = DataLoader(cases.Made(40), num_workers=2, persistent_workers=persistent)
@@ -315,6 +321,7 @@ def test_an_abandoned_loader_leaves_nothing(persistent: bool) -> None:
     assert mapped() == 1, "what is kept, and no more"
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_of_an_iterator_in_a_reference_cycle_end_by_themselves(
     monkeypatch: pytest.MonkeyPatch, persistent: bool
@@ -340,6 +347,7 @@ def test_workers_of_an_iterator_in_a_reference_cycle_end_by_themselves(
     assert not killed
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("bundle", [1, 4])
 @pytest.mark.parametrize("kind", [ValueError, ffserve.ReadError])
 def test_an_error_that_was_caught_holds_no_workers(bundle: int, kind: type[Exception]) -> None:
@@ -363,6 +371,7 @@ def test_an_error_that_was_caught_holds_no_workers(bundle: int, kind: type[Excep
         gc.enable()
 
 
+@pytest.mark.check
 def test_an_error_of_a_worker_kept_all_workers_until_garbage_was_collected() -> None:
     def failed() -> list[Any]:
         iterator = iter(
@@ -391,6 +400,7 @@ def test_a_killed_worker_leaves_nothing() -> None:
     del got, batch, batches
 
 
+@pytest.mark.check
 def test_a_killed_training_process_leaves_nothing() -> None:
     program = textwrap.dedent("""
         import sys, transfer_cases as cases
@@ -469,6 +479,7 @@ def test_a_position_within_a_message_is_exact() -> None:
     del iterator, batches
 
 
+@pytest.mark.check
 def test_small_batches_share_messages_and_large_ones_do_not(
     shard: tuple[str, list[np.ndarray]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

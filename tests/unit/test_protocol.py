@@ -189,6 +189,7 @@ def test_the_wrong_direction_is_refused(cls: type[Any]) -> None:
         decode(encode(message), wrong)
 
 
+@pytest.mark.check
 @given(message=messages, data=st.data())
 @settings(max_examples=400)
 def test_mutated_frames_raise_nothing_but_protocol_errors(
