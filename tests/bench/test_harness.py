@@ -271,6 +271,7 @@ def test_files_in_memory_stay_there_while_a_contestant_runs(tmp_path: Path) -> N
         assert str(path) not in Path("/proc/self/maps").read_text(), "it is unlocked"
 
 
+@pytest.mark.check
 def test_every_client_reads_in_an_order_of_its_own(bench: Bench, tmp_path: Path) -> None:
     result = bench.run("benchmarks.harness.contestants:read_batch", small(tmp_path), clients=3)
     assert len(result.clients) == 3

@@ -67,6 +67,7 @@ def test_an_arena_below_the_smallest_is_refused() -> None:
         Arena(SMALLEST_ARENA - 1)
 
 
+@pytest.mark.check
 @given(size=st.integers(SMALLEST_ARENA, 1 << 40))
 def test_every_class_fits_its_slab(size: int) -> None:
     arena = Arena(size)

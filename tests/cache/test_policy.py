@@ -558,6 +558,7 @@ def test_samples_of_64_kib_hit_three_points_less_than_the_bytes_of_the_arena_all
     assert best - 0.015 < result.hit_rate < best + 0.001
 
 
+@pytest.mark.check
 def test_a_rank_whose_part_changes_gains_from_the_next_epochs_order() -> None:
     result, _ = simulated("a quarter of the ranks", 16_384, 0.25, batch=16, epochs=(8, 8))
     assert 0.39 <= result.hit_rate <= 0.41
@@ -568,6 +569,7 @@ def test_silent_jobs_get_what_the_fewest_have_seen() -> None:
     assert 0.36 <= result.hit_rate <= 0.38
 
 
+@pytest.mark.check
 def test_a_shared_seed_is_the_cheapest_win() -> None:
     result, _ = simulated("four of a seed", 4096, 0.1, batch=16)
     assert result.hit_rate >= 0.76

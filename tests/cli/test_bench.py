@@ -64,6 +64,7 @@ def test_a_users_files_are_read_and_not_touched(tmp_path: Path) -> None:
     assert list(work.iterdir()) == []
 
 
+@pytest.mark.check
 def test_without_fio_the_disk_is_compared_but_not_judged(tmp_path: Path) -> None:
     done = command(
         "--dir", tmp_path, *SMALL, "--only", "cold/4KiB/depth64", "--json", PATH=str(tmp_path)

@@ -62,6 +62,7 @@ def damaged(tmp_path: Path) -> Path:
 # ---------------------------------------------------------------- help, usage, exit codes
 
 
+@pytest.mark.check
 def test_help_names_every_command_and_each_has_an_example() -> None:
     overview = spawned(["--help"]).stdout.decode()
     assert overview == text_of("--help") == text_of("-h")
@@ -494,6 +495,7 @@ def test_cat_of_missing_samples_is_usage(damaged: Path, which: str) -> None:
     assert done.stdout == b""
 
 
+@pytest.mark.check
 def test_cat_keeps_binary_off_a_terminal(packed: Path) -> None:
     output, code = on_a_terminal("cat", packed, "noise.bin")
     assert code == 2 and b"--force" in output

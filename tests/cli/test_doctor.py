@@ -560,6 +560,7 @@ def test_a_daemon_of_another_release(doctor: Doctor) -> None:
         assert diagnosis.commands("version-protocol") == upgrade, "this side is the older one"
 
 
+@pytest.mark.check
 def test_a_daemon_of_another_user_with_low_limits(doctor: Doctor, place: Path) -> None:
     container.seccomp()
     limits = (("RLIMIT_NOFILE", 2000), ("RLIMIT_MEMLOCK", 8 << 20))

@@ -594,6 +594,7 @@ print(len(os.listdir("/proc/self/fd")))
     assert int(closed) <= int(open_ones[0].split()[0])
 
 
+@pytest.mark.check
 def test_import_is_light(path: str) -> None:
     program = """
 import sys, ffserve

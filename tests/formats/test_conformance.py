@@ -20,6 +20,7 @@ class TestTFRecord(FormatConformance):
     format = by_name("tfrecord")
 
 
+@pytest.mark.check
 class TestCompressedTFRecord(FormatConformance):
     format = by_name("tfrecord")
     options = ({"compression": "gzip"}, {"compression": "zlib"})

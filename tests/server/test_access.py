@@ -82,6 +82,7 @@ def text(samples: Sequence[bytes] = TRUTH) -> str:
 # ---- what the kernel decides ------------------------------------------------------------------
 
 
+@pytest.mark.check
 def test_a_file_of_a_supplementary_group_was_refused(daemon: Daemon, folder: Path) -> None:
     path = write(folder / "team.ffr", TRUTH)
     os.chown(path, BOB, TEAM)
@@ -220,6 +221,7 @@ def test_the_proof_of_one_user_is_none_of_another(daemon: Daemon, folder: Path) 
         assert reads(path, daemon, ALICE, program=program) == "Need", "nobody of her is left"
 
 
+@pytest.mark.check
 def test_the_root_of_a_user_namespace_is_its_user(daemon: Daemon, folder: Path) -> None:
     """Root there is an ordinary user here: it reads what that user can read, and no more."""
     mine, private = write(folder / "mine.ffr", TRUTH), write(folder / "roots.ffr", TRUTH)
@@ -277,6 +279,7 @@ def test_a_directory_renamed_during_the_check_no_longer_matters(
 # ---- roots --------------------------------------------------------------------------------------
 
 
+@pytest.mark.check
 def test_only_files_below_the_roots_are_served(tmp_path: Path) -> None:
     inside, outside = tmp_path / "inside", tmp_path / "inside2"
     inside.mkdir()
@@ -538,6 +541,7 @@ def test_a_process_with_few_descriptors_opens_many_files(daemon: Daemon, folder:
     assert got == text([b"%d" % k for k in range(len(paths))])
 
 
+@pytest.mark.check
 def test_a_user_may_have_half_of_the_daemons_files(folder: Path) -> None:
     few = folder / "few"
     few.mkdir()

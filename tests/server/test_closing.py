@@ -164,6 +164,7 @@ def test_closed_shards_give_way_when_memory_is_needed(tmp_path: Path) -> None:
         assert 0 < len(shards(daemon)) < len(paths)
 
 
+@pytest.mark.check
 def test_only_so_many_closed_shards_are_kept(tmp_path: Path) -> None:
     paths = [write(tmp_path / f"{k:02}.ffr", [b"%d" % k] * 5) for k in range(30)]
     patch = "import ffserve.limits as h; h.MOST_CLOSED = 10\n"

@@ -613,6 +613,7 @@ def idle_job(groups: Groups, *arguments: str) -> Iterator[subprocess.Popen[str]]
         job.kill()
 
 
+@pytest.mark.check
 def test_the_arena_is_charged_to_the_daemon_and_not_to_the_jobs(groups: Groups) -> None:
     with daemon_in(groups, "96MiB") as daemon:
         daemon.start()

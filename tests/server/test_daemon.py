@@ -670,6 +670,7 @@ def open_sessions(daemon: Daemon) -> int:
     return sum(entry["sessions"] for kind in ("shards", "jobs") for entry in status[kind])
 
 
+@pytest.mark.check
 def test_two_hundred_connections_leave_nothing_behind(path: str) -> None:
     with serving(arena="1MiB") as daemon:
         with daemon.open(path) as reader:
@@ -887,6 +888,7 @@ def test_a_client_that_never_acknowledges_does_not_block_others(tmp_path: Path) 
             ]
 
 
+@pytest.mark.check
 def test_a_client_stopped_in_mid_batch_does_not_block_others(tmp_path: Path) -> None:
     sizes = [40_000]
     path = write(tmp_path / "a.ffr", [sample(i, sizes) for i in range(100)])

@@ -437,6 +437,7 @@ def test_too_many_requests_at_once(tmp_path: Path) -> None:
         assert f"more than {protocol.MOST_REQUESTS} unanswered requests" in str(raw.refused())
 
 
+@pytest.mark.check
 def test_a_client_that_reads_no_replies_waits_for_itself_only(path: str) -> None:
     """Its messages stay in the socket. When it reads, it gets a reply to each of them."""
     count = 30_000

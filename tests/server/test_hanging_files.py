@@ -148,6 +148,7 @@ reader.read(range(len(reader)))
 """A job that opens a file, and reads most of it when it is told to."""
 
 
+@pytest.mark.check
 def test_a_disk_that_does_not_answer_is_logged_while_it_is_silent(place: Path) -> None:
     begin = place / "begin"
     patch = (
@@ -222,6 +223,7 @@ def test_a_file_system_that_falls_silent_kept_deleted_files_of_others_open(place
         begin.unlink()
 
 
+@pytest.mark.check
 def test_users_without_a_number_here_are_not_one_user(place: Path) -> None:
     """All of them appear as the overflow user to a daemon in a user namespace."""
     path = write(place / "a.ffr", TRUTH)

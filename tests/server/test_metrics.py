@@ -101,6 +101,7 @@ def test_the_metrics_say_what_happened(path: str, tmp_path: Path) -> None:
     assert one == 1 and dict(labels)["version"] == ffserve.__version__
 
 
+@pytest.mark.check
 def test_clients_report_how_long_hits_take(path: str) -> None:
     with measured() as (daemon, address), daemon.open(path) as reader:
         reader.read(range(COUNT))

@@ -276,6 +276,7 @@ NextUse.announcing = slowly
 """
 
 
+@pytest.mark.check
 def test_an_order_that_was_replaced_in_steps_was_not_prefetched(paths: list[str]) -> None:
     """Between two steps the prefetching began again where the old order was, far ahead."""
     with serving(arena="6MiB", patch=SLOWLY) as daemon:
@@ -304,6 +305,7 @@ def test_a_restarted_rank_announces_its_order_again(daemon: Daemon, paths: list[
     until(lambda: not daemon.status()["progress"], "all orders are freed")
 
 
+@pytest.mark.check
 def test_the_memory_of_a_killed_announcing_process_is_freed(
     daemon: Daemon, paths: list[str]
 ) -> None:

@@ -460,6 +460,7 @@ def test_prepared_samples_outlive_their_daemon(path: str, number: int) -> None:
             assert later.claim(3) == [READABLE]
 
 
+@pytest.mark.check
 def test_prepared_samples_of_a_file_that_changed_meanwhile_are_not_served(path: str) -> None:
     with managed() as daemon:
         with Preparer(daemon, path) as one:

@@ -195,6 +195,7 @@ def test_daemon_that_serves_other_roots_after_its_restart(tmp_path: Path) -> Non
         assert "outside its roots" in err
 
 
+@pytest.mark.check
 def test_hits_continue_while_no_daemon_runs(path: str) -> None:
     with serving() as daemon, daemon.open(path) as reader:
         expected = reader.read_batch(range(100)).buffer.tobytes()

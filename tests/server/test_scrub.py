@@ -93,6 +93,7 @@ def run_scrub(*arguments: str) -> tuple[int, dict[str, Any]]:
     return run.returncode, json.loads(run.stdout)
 
 
+@pytest.mark.check
 def test_the_command_reads_what_the_daemon_has_open(damaged: str) -> None:
     with serving() as daemon, daemon.open(damaged):
         code, facts = run_scrub("--socket", daemon.socket, "--rate", "1GiB")

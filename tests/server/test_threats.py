@@ -337,6 +337,7 @@ def test_a_file_that_is_cut_between_opening_and_passing(daemon: Daemon, size: in
     assert read_by(daemon, write(path, TRUTH), ALICE) == TRUTH
 
 
+@pytest.mark.check
 def test_a_file_in_memory_that_shrinks_while_it_is_read(daemon: Daemon) -> None:
     """A memfd passes for a file of tmpfs; its owner can cut it at any time."""
     program = """

@@ -263,6 +263,7 @@ os.chmod(path, 0o600)
         until(lambda: not any(each["shards"] for each in own()), "the samples are dropped")
 
 
+@pytest.mark.check
 def test_root_of_a_container_was_told_everything_and_could_resize() -> None:
     program = """
 from ffserve.client.daemon import connection

@@ -276,6 +276,7 @@ def test_the_next_daemon_serves_todays_client(file: str) -> None:
             assert [len(each) for each in reader.read(range(5))] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.check
 def test_todays_daemon_serves_the_next_client(file: str) -> None:
     with serving() as daemon:
         done = run_python(NEXT + READING, file, daemon.socket)

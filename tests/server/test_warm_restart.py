@@ -194,6 +194,7 @@ def test_shards_beyond_the_limit_wait_for_their_jobs(tmp_path: Path) -> None:
         assert read_count(daemon) == 0
 
 
+@pytest.mark.check
 def test_a_file_that_changed_meanwhile_is_read_anew(tmp_path: Path) -> None:
     path = write(tmp_path / "a.ffr", SAMPLES[:50])
     with managed() as daemon:
@@ -226,6 +227,7 @@ def test_a_smaller_arena_keeps_what_fits_into_it(paths: list[str]) -> None:
         assert daemon.status()["arena"]["size"] == 32 << 20
 
 
+@pytest.mark.check
 def test_numbers_are_not_given_again_after_a_restart(paths: list[str], tmp_path: Path) -> None:
     other = write(tmp_path / "b.ffr", SAMPLES[:30])
     with managed() as daemon:
@@ -315,8 +317,9 @@ def test_many_kills(paths: list[str], arena: str) -> None:
     kill_again_and_again(paths, int(os.environ.get("FFSERVE_KILLS", "100")), 2, arena)
 
 
-@pytest.mark.check
-@pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "count", [pytest.param(4, marks=pytest.mark.check), pytest.param(20, marks=pytest.mark.soak)]
+)
 def test_killed_while_it_takes_over(paths: list[str], count: int) -> None:
     with managed(arena="4MiB") as daemon:
         with daemon.open(paths[0]) as reader:
@@ -552,6 +555,7 @@ def test_shards_are_compared_with_their_files(paths: list[str]) -> None:
             assert read_count(daemon) > 0, field
 
 
+@pytest.mark.check
 def test_entries_that_point_elsewhere_are_dropped(paths: list[str]) -> None:
     from ffserve.engine.slots import ENTRY_DTYPE
     from ffserve.system.memfd import MemoryFile, SharedMemory
@@ -604,6 +608,7 @@ Server._show_life = faulty
         cold(daemon, "ended with an internal error", paths[0])
 
 
+@pytest.mark.check
 def test_a_stopped_service_keeps_nothing(paths: list[str]) -> None:
     with managed() as daemon:
         left_memory(daemon, paths[0])
@@ -749,6 +754,7 @@ def test_no_handover_without_a_daemon_or_under_a_service_manager(paths: list[str
             assert contents(reader) == SAMPLES
 
 
+@pytest.mark.check
 def test_settings_that_cannot_be_do_not_end_the_daemon_before(paths: list[str]) -> None:
     """They were noticed after it had handed over."""
     with serving() as daemon, daemon.open(paths[0]) as reader:
@@ -805,6 +811,7 @@ def test_a_daemon_that_dies_while_it_hands_over(after: str, tmp_path: Path) -> N
     until(lambda: len(os.listdir("/proc/self/fd")) <= before, "nothing is held")
 
 
+@pytest.mark.check
 def test_http_is_handed_over(paths: list[str]) -> None:
     with contextlib.closing(Daemon()) as place:
         http = str(place.directory / "http")

@@ -94,6 +94,7 @@ def on_disk_size(directory: Path) -> int:
     return int(found.stdout.split()[0])
 
 
+@pytest.mark.check
 def test_every_format_is_read_through_the_store_once(origin: HttpOrigin, tmp_path: Path) -> None:
     urls, wanted = [], []
     for k, (format, options) in enumerate(FORMATS):
@@ -219,6 +220,7 @@ def test_a_killed_daemon_finds_what_was_fetched(origin: HttpOrigin, tmp_path: Pa
             assert plain(reader.read_batch(range(300))) == new
 
 
+@pytest.mark.check
 def test_an_origin_that_stalls_holds_up_nobody_else(origin: HttpOrigin, tmp_path: Path) -> None:
     samples = samples_of(300, 6000)
     local = tmp_path / "local.ffr"
@@ -303,6 +305,7 @@ def test_blocks_that_could_not_be_pinned_left_a_request_waiting(
         assert sum(origins) < fetches.PART_S
 
 
+@pytest.mark.check
 def test_errors_of_an_origin_are_those_of_the_caller(origin: HttpOrigin, tmp_path: Path) -> None:
     samples = samples_of(300, 6000)
     url = served(origin, tmp_path, samples)

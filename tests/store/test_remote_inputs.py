@@ -361,6 +361,7 @@ def test_a_stream_that_fails_ends_the_run(server: HttpOrigin, tmp_path: Path) ->
     assert not (tmp_path / "run" / "marker").exists()
 
 
+@pytest.mark.check
 def test_a_store_that_cannot_be_used_is_said_before_the_program_starts(
     server: HttpOrigin, tmp_path: Path
 ) -> None:

@@ -325,6 +325,7 @@ def test_neighbours_come_by_one_request_and_large_samples_by_several(
         assert len(server.spans) == 3
 
 
+@pytest.mark.check
 def test_requests_that_need_the_same_chunk_fetch_it_once(
     server: HttpOrigin, tmp_path: Path
 ) -> None:

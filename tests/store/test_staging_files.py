@@ -42,6 +42,7 @@ def stage(*arguments: str) -> int:
     return run(["stage", *arguments])
 
 
+@pytest.mark.check
 def test_files_are_staged_once_and_again_when_they_changed(
     server: HttpOrigin, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -740,6 +740,7 @@ def test_a_daemon_follows_a_job(file: str, daemon: Daemon, start_method: str) ->
     until(lambda: not daemon.status()["progress"], "the end")
 
 
+@pytest.mark.check
 def test_a_daemon_killed_in_mid_epoch_gets_the_orders_again(
     file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -253,6 +253,7 @@ def test_batches_that_are_kept_stay_as_they_are(
     del kept, iterator, batches
 
 
+@pytest.mark.check
 def test_memory_does_not_grow_while_a_few_batches_are_kept() -> None:
     batches = lists_of(cases.Made(400), batch_size=2)
     window: list[Any] = []
@@ -375,6 +376,7 @@ def test_an_error_that_was_caught_holds_no_workers(bundle: int, kind: type[Excep
         gc.enable()
 
 
+@pytest.mark.check
 def test_an_error_of_a_worker_kept_all_workers_until_garbage_was_collected() -> None:
     def failed() -> list[Any]:
         iterator = iter(

@@ -145,7 +145,11 @@ def _fill(path: Path) -> None:
 @pytest.mark.check
 @pytest.mark.parametrize(
     "name",
-    [n for n in NAMES if any(b.runs and b.language in {"python", "sh"} for b in blocks(n))],
+    [
+        name if name == "README.md" else pytest.param(name, marks=pytest.mark.check)
+        for name in NAMES
+        if any(b.runs and b.language in {"python", "sh"} for b in blocks(name))
+    ],
 )
 def test_every_block_runs(name: str, folder: Path) -> None:
     pytest.importorskip("torch")

@@ -199,6 +199,7 @@ def test_samples_come_from_the_daemon(daemon: Daemon, tmp_path: Path) -> None:
         assert daemon.cache()["blocks_read"] > 0
 
 
+@pytest.mark.check
 def test_samples_of_remote_files_come_through_a_daemon_that_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +238,7 @@ def readable(path: Path) -> bool:
     return done.returncode == 0
 
 
+@pytest.mark.check
 def test_other_users_see_what_everybody_may_read() -> None:
     with tempfile.TemporaryDirectory(prefix="ffs-") as directory:
         folder = Path(directory)
