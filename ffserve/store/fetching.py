@@ -31,8 +31,8 @@ from ffserve.errors import FFServeError, MissingFile, ReadError, UsageError
 from ffserve.formats.base import ReadAt
 from ffserve.limits import FETCH_SIZE, MOST_READ_AHEAD, ORIGIN_THREADS
 from ffserve.store import origin, urls
-from ffserve.store.access import Access
 from ffserve.store.blocks import ABSENT, PRESENT, UNCHECKED, StoredObject, write_at
+from ffserve.store.credentials import Access
 from ffserve.store.directory import Store, default_directory, usual_limit
 from ffserve.store.origin import ObjectVersion, OriginError, RemoteFile
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ffserve.errors import FFServeError, ReadError, UsageError
 from ffserve.limits import MOST_ACCESS
-from ffserve.store.access import Access, collect, forget_own_settings, served
+from ffserve.store.credentials import Access, collect, forget_own_settings, served
 
 fsspec = pytest.importorskip("fsspec")
 
