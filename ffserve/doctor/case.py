@@ -194,7 +194,7 @@ class Process:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name of the daemon in messages."""
         return f"the daemon (pid {self.pid})" if self.pid else "a daemon started here"
 
     @property

@@ -516,7 +516,7 @@ def test_a_daemon_behind_a_proxy(doctor: Doctor, daemon: Daemon, place: Path) ->
     with proxy(daemon.socket, place / "s") as path:
         os.chmod(path, 0o660)
         diagnosis = found(doctor("--socket", path), "memory-unmapped")
-        assert "is there a proxy in between?" in diagnosis.text
+        assert "connect to the daemon without a proxy" in diagnosis.text
         assert diagnosis.commands("memory-unmapped") == f"export FFSERVE_SOCKET={daemon.socket}"
 
 

@@ -210,7 +210,7 @@ def test_what_is_wrong_is_said_before_anything_starts(data: Path, place: Path) -
         ([*good, "--", "no-such-program"], "no-such-program: cannot run the program"),
         ([*good, "--", "./none"], "./none: cannot run the program"),
         ([*good, "--", "./plain"], "chmod"),
-        ([*good, "--", "./script"], "first line must be #!"),
+        ([*good, "--", "./script"], "first line is #!"),
         ([*good, "--framing", "lines", *shell("touch started")], "strategy stream"),
         (
             ["--input-strategy", "stream", *shell("touch started")],

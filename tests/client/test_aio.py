@@ -445,7 +445,7 @@ async def test_auto_reads_by_itself_when_the_daemon_is_gone(
             await asyncio.to_thread(daemon.end, signal.SIGKILL)
             assert [bytes(s) for s in await reader.read(range(COUNT))] == TRUTH
             assert reader.source.startswith("engine")
-            assert "reading without it" in caplog.text
+            assert "reads the files without it" in caplog.text
     finally:
         daemon.close()
 

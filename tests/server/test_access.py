@@ -304,7 +304,7 @@ def test_only_files_below_the_roots_are_served(tmp_path: Path) -> None:
         )
         done = run_python(program, bad, daemon.socket)
         assert done.stdout.startswith("b'bad' engine ")
-        assert done.stderr.count("reading without the daemon") == 1
+        assert done.stderr.count("reads the files without the daemon") == 1
 
 
 # ---- descriptors that the daemon does not take ---------------------------------------------------

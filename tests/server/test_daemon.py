@@ -219,7 +219,8 @@ def test_a_daemon_that_accepts_no_client_is_reported(
         waiting.connect(str(tmp_path / "s"))
         with ffserve.open(file) as reader:
             assert reader.source.startswith("engine") and bytes(reader[0]) == b"one"
-    assert "reading without the daemon" in caplog.text and "daemon is stopped" in caplog.text
+    assert "reads the files without the daemon" in caplog.text
+    assert "daemon is stopped" in caplog.text
     caplog.clear()
 
 
@@ -971,7 +972,7 @@ def test_a_socket_without_permission_is_reported_once() -> None:
         )
         ended = run_python(program, path, daemon.socket)
     assert ended.stdout.startswith("engine ")
-    assert ended.stderr.count("reading without the daemon") == 1, ended.stderr
+    assert ended.stderr.count("reads the files without the daemon") == 1, ended.stderr
 
 
 def test_a_missing_root_is_reported_at_the_start(tmp_path: Path) -> None:

@@ -847,7 +847,7 @@ def test_auto_reads_without_a_daemon_that_breaks_the_protocol(hostile: Hostile, 
     )
     done = run_python(program, path, hostile.socket)
     assert done.stdout.startswith(f"{sample(0)!r} engine ")
-    assert done.stderr.count("reading without the daemon") == 1
+    assert done.stderr.count("reads the files without the daemon") == 1
 
 
 @pytest.mark.check

@@ -504,7 +504,7 @@ def test_without_a_daemon_that_can_be_started_ranges_are_read_and_it_is_said_onc
             assert plain(reader.read(range(50))) == samples
             assert reader.stats()["unserved"]
     (line,) = caplog.messages
-    assert line.startswith("reading without a daemon, none could be started: ")
+    assert line.startswith("no daemon could be started, so this process reads the files itself: ")
     caplog.clear()
 
 
