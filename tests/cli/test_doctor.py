@@ -116,7 +116,7 @@ def test_what_is_found_is_written_with_its_commands(doctor: Doctor, place: Path)
     text = doctor.run("--socket", place / "none").text
     assert f"\nerror: {place}/none: this socket does not exist [socket-missing]\n" in text
     assert f"\n    ffserve serve --socket {place}/none\n" in text
-    assert text.endswith("\nfound 1 error and 0 warnings; docs/OPERATIONS.md explains them\n")
+    assert text.endswith("\nfound 1 error and 0 warnings; docs/REFERENCE.md explains them\n")
 
 
 def test_names_are_written_without_control_characters(doctor: Doctor, place: Path) -> None:
@@ -607,7 +607,7 @@ def test_the_memory_of_a_daemon_that_runs(doctor: Doctor) -> None:
 
 @pytest.mark.check
 def test_every_finding_is_explained() -> None:
-    section = (ROOT / "docs" / "OPERATIONS.md").read_text().partition("\n## Findings\n")[2]
+    section = (ROOT / "docs" / "REFERENCE.md").read_text().partition("\n## Findings\n")[2]
     section = section.partition("\n## ")[0]
     explained = re.findall(r"^\| `([\w-]+)` \|", section, re.M)
     named: set[str] = set()

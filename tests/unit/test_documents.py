@@ -393,8 +393,14 @@ def _keys(facts: Any, prefix: str = "") -> Iterator[str]:
 
 
 def test_every_field_of_status_is_explained(tmp_path: Path) -> None:
-    section = document("docs/OPERATIONS.md").partition("\n## Status")[2].partition("\n## ")[0]
-    explained = set(re.findall(r"^\| `([^`]+)` \|", section, re.M))
+    section = document("docs/REFERENCE.md").partition("\n## Status")[2].partition("\n## ")[0]
+    named = [
+        name
+        for cell in re.findall(r"^\| (`[^|]+`) \|", section, re.M)
+        for name in CODE.findall(cell)
+    ]
+    explained = set(named)
+    assert len(explained) == len(named), "a field has two rows"
     with ffserve.create(tmp_path / "train.ffr") as writer:
         for _ in range(100):
             writer.write(b"sample")
@@ -450,7 +456,7 @@ def _pattern(message: str) -> str:
 
 @pytest.mark.check
 def test_every_log_line_is_explained() -> None:
-    section = document("docs/OPERATIONS.md").partition("\n## Log lines")[2].partition("\n## ")[0]
+    section = document("docs/REFERENCE.md").partition("\n## Log lines")[2].partition("\n## ")[0]
     marked = dict(re.findall(r"^\| `([^`]+)`( ↻)? \|", section, re.M))
     explained = set(marked)
     found = set()
@@ -458,7 +464,7 @@ def test_every_log_line_is_explained() -> None:
         literal = re.sub(r"[\W{}]", "", message)
         assert len(literal) > 8, f"{place}: the text is all placeholders"
         fits = {line for line in explained if re.fullmatch(_pattern(message), line)}
-        assert fits, f"{place}: docs/OPERATIONS.md does not explain {message!r}"
+        assert fits, f"{place}: docs/REFERENCE.md does not explain {message!r}"
         assert {bool(marked[line]) for line in fits} == {repeats}, f"{place}: is it marked with ↻?"
         found |= fits
     assert found == explained, f"no longer logged: {explained - found}"
