@@ -44,10 +44,10 @@ def pack(paths: tuple[str, ...], out: str, shards: int, jobs: int, as_json: bool
       ffserve pack photos/ -o /data/photos --shards 64 --jobs 8
       ffserve cat photos.ffr cats/tom.jpg > tom.jpg
     """
-    from ffserve.folders import packing
+    from ffserve.folders import folder_packing
 
     with progress("packing", total_size(paths), as_bytes=True) as shown:
-        written = packing.pack(
+        written = folder_packing.pack(
             paths, out, shards=shards, jobs=jobs, progress=lambda _count, size: shown.advance(size)
         )
     if as_json:
