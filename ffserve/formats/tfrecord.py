@@ -286,6 +286,7 @@ class TFRecord:
     suffixes = (
         *(".tfrecord", ".tfrecords", ".tfrec"),
         *(".tfrecord.gz", ".tfrecords.gz", ".tfrecord.zlib", ".tfrecords.zlib"),
+        *(".tfrecord.deflate", ".tfrecords.deflate"),
     )
 
     def sniff(self, head: bytes, size: int) -> bool | None:
