@@ -20,7 +20,7 @@ from benchmarks.harness.installation import Installation
 from benchmarks.harness.kinds import installed_peers
 from benchmarks.harness.measuring import Bench, Group, chosen, measure, measure_both
 from ffserve import cli
-from ffserve.bench import ceilings, machine, processes
+from ffserve.bench import ceilings, child_processes, machine
 from ffserve.cli.terminal import print_table
 from ffserve.config import ENGINES
 from ffserve.errors import FFServeError, UsageError
@@ -36,7 +36,7 @@ def main() -> int:
         options.only = options.only or list(rows.QUICK)
         options.seconds = min(options.seconds, QUICK_S)
     try:
-        with processes.interruptible(), _limited_disk(options):
+        with child_processes.interruptible(), _limited_disk(options):
             if options.against:
                 return _compare_installations(options)
             measured = [] if options.draw_only else _measure(options)

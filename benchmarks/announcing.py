@@ -20,7 +20,7 @@ import ffserve
 from benchmarks.closed_loop import wait_for, write_data
 from benchmarks.harness import measuring
 from benchmarks.rows import make_many, many_samples
-from ffserve.bench import processes
+from ffserve.bench import child_processes
 from ffserve.bench.ceilings import Case, Delivered
 
 JOBS = 4
@@ -105,7 +105,10 @@ def announcing(folder: Path, samples: int = 10_000_000) -> list[dict[str, Any]]:
 def _round(
     folder: Path, path: str, paths: dict[str, str], samples: int, *, with_daemon: bool
 ) -> dict[str, Any]:
-    with processes.daemon([str(folder)], 192 << 20) as daemon, contextlib.ExitStack() as stack:
+    with (
+        child_processes.daemon([str(folder)], 192 << 20) as daemon,
+        contextlib.ExitStack() as stack,
+    ):
         daemon.await_arena()
         directory = os.path.dirname(daemon.socket)
         stop, ended = os.path.join(directory, "stop"), os.path.join(directory, "ended")

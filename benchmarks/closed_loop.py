@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 import ffserve
 from benchmarks.harness import cgroup, measuring
-from ffserve.bench import processes, samples
+from ffserve.bench import child_processes, samples
 from ffserve.bench.ceilings import Case, Delivered
 from ffserve.errors import FFServeError
 
@@ -169,7 +169,9 @@ def watch(
         server = None
         if arena is not None:
             roots = [os.path.dirname(path)]
-            server = stack.enter_context(processes.daemon(roots, arena, before_exec=join_daemon))
+            server = stack.enter_context(
+                child_processes.daemon(roots, arena, before_exec=join_daemon)
+            )
             server.await_arena()
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="ffserve-policy-"))
         board_path = os.path.join(directory, "board")

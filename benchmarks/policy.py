@@ -34,7 +34,7 @@ from benchmarks.announcing import announcing
 from benchmarks.closed_loop import watch, write_data
 from benchmarks.harness.cgroup import Cgroup, NoCgroup, limited
 from ffserve import cli
-from ffserve.bench.processes import interruptible
+from ffserve.bench.child_processes import interruptible
 from ffserve.bench.samples import evict
 from ffserve.cache.simulation import SimulatedJob, Simulation, belady, shuffled
 from ffserve.engine.io import open_direct

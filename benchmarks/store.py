@@ -32,7 +32,7 @@ from benchmarks.harness.measuring import (
     files_below,
 )
 from benchmarks.harness.peers import BY_NAME, import_streaming
-from ffserve.bench import processes
+from ffserve.bench import child_processes
 from ffserve.bench.ceilings import Case, Delivered
 from ffserve.bench.samples import MIB, BenchmarkData, size_label
 from ffserve.config import MIN_STORE_SIZE
@@ -133,7 +133,7 @@ def origin(folder: str, read: str, rate: int = RATE) -> Iterator[Origin]:
             "--dir-cache-time", "24h", "--poll-interval", "0",
         ]  # fmt: skip
         stack.enter_context(
-            processes.running(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            child_processes.running(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         )
         served = Origin(f"http://{far}:{PORT}", f"/sys/class/net/{here}/statistics/rx_bytes")
         _await(served, read)

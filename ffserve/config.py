@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from ffserve.errors import UsageError
-from ffserve.system.machine import usable_memory
+from ffserve.system.machine_memory import usable_memory
 from ffserve.system.socket_path import MAX_SOCKET_PATH, default_socket_path
 
 if sys.version_info >= (3, 11):

@@ -25,8 +25,8 @@ from ffserve.client.announced import AnnouncedOrders, Order, check_count, check_
 from ffserve.client.daemon import connection as connections
 from ffserve.client.failover import OpenRequest, SourceSelector, closed_error
 from ffserve.client.local.local_source import LocalSource
+from ffserve.client.record_stream import RecordStream
 from ffserve.client.source import Batch, Leased, Source, cut
-from ffserve.client.stream import RecordStream
 from ffserve.dataset.layout import ShardInfo, as_int64, check_range
 from ffserve.dataset.paths import PathLike, expand_paths
 from ffserve.disk.files import is_compressed

@@ -38,7 +38,7 @@ from ffserve.formats.base import (
     Shard,
     opens_small,
 )
-from ffserve.reads.opening import bound_lengths
+from ffserve.reads.shard_tables import bound_lengths
 
 SMALL = (b"first", b"", b"\0" * 20, b"the fourth", b"", b"last")
 """There are few and short samples, so that tests can damage their files at every byte and every

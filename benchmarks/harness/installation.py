@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ffserve.bench import processes
+from ffserve.bench import child_processes
 from ffserve.errors import ServerUnavailable, UsageError
 
 
@@ -48,7 +48,7 @@ class Installation:
         Args: packages: for another checkout, packages (name → directory) to take from elsewhere.
         """
         if self.directory is None:
-            return processes.command(module, self.interpreter)
+            return child_processes.command(module, self.interpreter)
         program = _IN_CHECKOUT.format(
             directory=os.path.realpath(self.directory), packages=packages or {}, module=module
         )

@@ -28,8 +28,8 @@ import numpy as np
 import ffserve
 from benchmarks.harness.contestants import cpu_s, memory
 from benchmarks.harness.installation import THIS, Installation
-from ffserve.bench import ceilings, processes
-from ffserve.bench.processes import Daemon
+from ffserve.bench import ceilings, child_processes
+from ffserve.bench.child_processes import Daemon
 from ffserve.bench.samples import MIB, PIECE_SIZE, BenchmarkData, evict
 from ffserve.engine.io import open_direct
 from ffserve.errors import FFServeError, UsageError
@@ -464,7 +464,7 @@ def contestant(
     environment = {**ENVIRONMENT, "FFSERVE_SOCKET": str(case.get("server", "off"))}
     with (
         tempfile.TemporaryFile() as errors,
-        processes.running(
+        child_processes.running(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
             environment=environment, before_exec=before_exec,
         ) as process,
@@ -542,7 +542,7 @@ class Bench:
     ) -> Iterator[Daemon]:
         """Run a new daemon for the data, with its whole arena populated."""
         options = ["--engine", self.engine, *options]
-        with processes.daemon(
+        with child_processes.daemon(
             data.roots, arena, options,
             program=self.installation.command("ffserve"), ask=self.installation.status,
         ) as daemon:  # fmt: skip

@@ -1,6 +1,6 @@
 """What `ffserve bench` measures: this machine's memory and disk, and ffserve beside them.
 
-`samples` has the data, `ceilings` the rates of memory and disk, `processes` the daemons, `machine`
-the facts on which figures depend, and `rows` what is compared. The repository's `benchmarks` builds
-on these: it compares ffserve with other packages.
+`samples` has the data, `ceilings` the rates of memory and disk, `child_processes` the daemons,
+`machine` the facts on which figures depend, and `rows` what is compared. The repository's
+`benchmarks` builds on these: it compares ffserve with other packages.
 """

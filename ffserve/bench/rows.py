@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import ffserve
-from ffserve.bench import ceilings, processes
+from ffserve.bench import ceilings, child_processes
 from ffserve.bench.ceilings import Delivered
 from ffserve.bench.samples import MIB, BenchmarkData, evict
 from ffserve.errors import FFServeError, UsageError
@@ -105,7 +105,7 @@ def _hot(data: BenchmarkData, seconds: float) -> Comparison:
     @contextlib.contextmanager
     def ways() -> Iterator[Ways]:
         with (
-            processes.daemon(data.roots, 64 * MIB + 2 * data.size) as daemon,
+            child_processes.daemon(data.roots, 64 * MIB + 2 * data.size) as daemon,
             ffserve.open(data.paths, server=daemon.socket) as reader,
         ):
             daemon.await_arena()
@@ -161,7 +161,7 @@ def _cold(
         evict(data.paths)
         size = min(batch, max(1, data.count // 4))  # a small data set must last for some batches
         warm = min(WARM_BATCHES, data.count // size - 1)
-        with processes.daemon(data.roots, arena) as daemon:
+        with child_processes.daemon(data.roots, arena) as daemon:
             daemon.await_arena()
             with ffserve.open(data.paths, server=daemon.socket) as reader:
                 return rate_of(read(reader, size), seconds, warm)

@@ -422,8 +422,9 @@ _COLUMNS = (
 class ShardTable:
     """The open shards, in rising order of their first sample's number.
 
-    `files`, `engines`: their numbers in server/reading/io.py; `domains`: to which each belongs;
-    `sessions`: how many have each open; `used`: bytes of the slots that hold samples of each.
+    `files`, `engines`: their numbers in server/reading/engines.py; `domains`: to which each
+    belongs; `sessions`: how many have each open; `used`: bytes of the slots that hold samples of
+    each.
     """
 
     def __init__(self, directory: Directory) -> None:

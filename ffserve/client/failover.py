@@ -25,11 +25,11 @@ from ffserve.client.announced import AnnouncedOrders, Order
 from ffserve.client.daemon import connection as connections
 from ffserve.client.daemon.autostart import start_daemon, start_wanted
 from ffserve.client.daemon.channel import SilentError
-from ffserve.client.daemon.descriptors import changed_file
-from ffserve.client.daemon.memory import UnmappedError
+from ffserve.client.daemon.mapped_memory import UnmappedError
+from ffserve.client.daemon.passed_files import changed_file
 from ffserve.client.daemon.shared_memory import DaemonSource
 from ffserve.client.local.local_source import LocalSource
-from ffserve.client.local.ranged import RangedSource, identified
+from ffserve.client.local.ranged_source import RangedSource, identified
 from ffserve.client.loop import LARGE_COPY_SIZE, LoopConnection, LoopState, in_thread
 from ffserve.client.source import Source
 from ffserve.engine.io import probe

@@ -21,10 +21,10 @@ import numpy as np
 from ffserve import protocol
 from ffserve.client.daemon import connection as blocking
 from ffserve.client.daemon.channel import Beside, Copying, Steps
-from ffserve.client.daemon.descriptors import DatasetRequest, send
+from ffserve.client.daemon.passed_files import DatasetRequest, send
 from ffserve.client.daemon.shared_memory import DaemonSource
 from ffserve.client.local.local_source import ChunkedRequest, LocalRequest, LocalSource
-from ffserve.client.local.ranged import RangedSource
+from ffserve.client.local.ranged_source import RangedSource
 from ffserve.client.source import Source, Target
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.engine.io import EngineBatch, local_engine

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ffserve.compat.ffrecord import FileNameError, FileReader
 from ffserve.errors import FormatError, UsageError
-from ffserve.folders import folder_index, packing
+from ffserve.folders import folder_index, folder_packing
 from ffserve.folders.folder_index import Folder
 from ffserve.system import parallel
 
@@ -171,12 +171,12 @@ def pack_folder(
         raise FileNameError(
             "not a directory", path=os.fsdecode(folder), hint="give an existing directory"
         )
-    tree = packing.scan([os.fsdecode(folder)], os.fsdecode(out))
+    tree = folder_packing.scan([os.fsdecode(folder)], os.fsdecode(out))
     try:
-        name = packing.checked_output(out)
+        name = folder_packing.checked_output(out)
     except UsageError as error:
         raise FileNameError(error.message, path=error.path, hint=error.hint) from None
-    packing.write_shard(name, tree, parallel.no_progress, print if verbose else None)
+    folder_packing.write_shard(name, tree, parallel.no_progress, print if verbose else None)
 
 
 def _structure(reader: FileReader) -> tuple[Folder, int]:

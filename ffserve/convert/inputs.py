@@ -24,7 +24,7 @@ from ffserve.dataset.paths import PathLike, expand_paths
 from ffserve.disk.files import is_compressed, os_error, wrap_os_error
 from ffserve.errors import FFServeError, FormatError, ReadError, UsageError
 from ffserve.folders import folder_index
-from ffserve.folders.packing import files_below, index_samples
+from ffserve.folders.folder_packing import files_below, index_samples
 from ffserve.formats.base import HEAD_SIZE
 from ffserve.formats.foreign import kind_of
 

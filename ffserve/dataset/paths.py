@@ -9,7 +9,7 @@ import stat
 from collections.abc import Callable, Iterable, Sequence
 
 from ffserve.disk.files import wrap_os_error
-from ffserve.engine.opening import KIND_BITS, stat_paths
+from ffserve.engine.many_files import KIND_BITS, stat_paths
 from ffserve.errors import MissingFile, UsageError
 from ffserve.store.urls import is_url
 

@@ -24,7 +24,7 @@ from ffserve.config import CONFIG_PATH, LIVE, ServerConfig, load_config
 from ffserve.doctor import probe
 from ffserve.doctor.probe import Answer
 from ffserve.errors import AccessDenied, FFServeError
-from ffserve.system.machine import usable_memory
+from ffserve.system.machine_memory import usable_memory
 from ffserve.system.socket_path import MAX_SOCKET_PATH, SYSTEM_SOCKET, find_socket
 
 UNITS = ("/etc/systemd/system", "/usr/local/lib/systemd/system", "/usr/lib/systemd/system")

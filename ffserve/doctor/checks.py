@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 from ffserve._version import __version__
 from ffserve.client.daemon.connection import Connection
-from ffserve.client.daemon.memory import MORE_FILES
+from ffserve.client.daemon.mapped_memory import MORE_FILES
 from ffserve.doctor import resources, storage
 from ffserve.doctor.case import UNITS, Case, Finding, Process, has_unit
 from ffserve.doctor.probe import closed_part

@@ -26,7 +26,7 @@ from ffserve.errors import ReadError
 from ffserve.limits import OWN_SIZE, RESERVED_SESSIONS
 from ffserve.server.life.daemon import file_limit_fault, memory_fault
 from ffserve.server.sessions.server import most_sessions
-from ffserve.system.machine import cgroup_directories, free_memory, memory_limits
+from ffserve.system.machine_memory import cgroup_directories, free_memory, memory_limits
 from ffserve.system.memfd import HUGE_PAGE, SharedMemory, can_map
 
 Found: TypeAlias = Iterator[str | Finding]

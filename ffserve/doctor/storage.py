@@ -16,7 +16,7 @@ from ffserve.doctor.case import Case, Finding, number_in, text_in
 from ffserve.doctor.probe import MOST_FILES, TIMEOUT_S
 from ffserve.doctor.resources import Found
 from ffserve.server.users.access import FILE_SYSTEMS
-from ffserve.system.machine import cgroup_directories
+from ffserve.system.machine_memory import cgroup_directories
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 VIRTUAL = ("vd", "xvd", "loop")

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from ffserve.dtypes import Bools, Int32s, Int64s
 from ffserve.engine import arrays, codec
 from ffserve.engine.core import I32S, I64S, NULL, ffi, from_buffer, lib
-from ffserve.engine.opening import (
+from ffserve.engine.many_files import (
     close_fds,
     flags_and_types,
     open_again,

@@ -6,11 +6,11 @@ know no socket, session, event loop or arena: they are given extents to read, an
 to put bytes at. Who drives an engine (a blocking call, an event loop, the daemon) submits the
 batches that they make and passes on those that have ended.
 
-* `opening`: open files to the tables of their shards, several files at a time.
+* `shard_tables`: open files to the tables of their shards, several files at a time.
 * `records`: records to engine batches, and a batch that has ended to the outcome of each record.
 * `fetched`: batches over files whose bytes come as ranges, not from the kernel.
 * `chunks`: batches of chunks, their memory and their decoding.
-* `damage`: the second read of what did not match its checksum.
+* `second_read`: the second read of what did not match its checksum.
 * `windows`: windows of an order.
 * `page_cache`: which extents are read through the page cache.
 """

@@ -2,7 +2,7 @@
 
 Chunks are read many at a time as one batch of an engine. A thread then verifies and decodes each of
 them into memory that the caller provides; the compression libraries release the GIL. A damaged
-chunk is read a second time (`damage`); if it is damaged again, it fails alone.
+chunk is read a second time (`second_read`); if it is damaged again, it fails alone.
 
 No memory is allocated because a file states a size: extents were compared with the file when it was
 opened, and decoding stops at the end of the memory that it was given.
@@ -25,7 +25,7 @@ from ffserve.engine.io import EngineBatch
 from ffserve.engine.shm import NOWHERE
 from ffserve.errors import FFServeError, FormatError
 from ffserve.formats.base import ChunkedShard
-from ffserve.reads.damage import second_reads
+from ffserve.reads.second_read import second_reads
 
 BATCH_SIZE = 1 << 20
 """Bytes of chunks that are read as one batch and decoded by one thread, unless one is larger."""

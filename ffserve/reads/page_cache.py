@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ffserve.dtypes import Int32s, Int64s
 from ffserve.engine.cached import cached_extents, some_cached
-from ffserve.engine.opening import open_again
+from ffserve.engine.many_files import open_again
 
 SAMPLED_COUNT = 256
 """Opening a file asks the kernel about so many of its pages."""

@@ -3,7 +3,7 @@ outcome of each record.
 
 Neighbours are read together. If the kernel refuses such a read, what it had joined is read once
 more one by one, so that an unreadable record does not fail its neighbours. A record whose checksum
-is wrong is read a second time, by other paths (`damage`).
+is wrong is read a second time, by other paths (`second_read`).
 
 A record is known by a key of the caller's: its number in the daemon, its position in a request
 elsewhere.
@@ -21,7 +21,7 @@ from ffserve.dtypes import Int32s, Int64s
 from ffserve.engine.io import MERGED_SIZE, EngineBatch, merge_reads, refused
 from ffserve.engine.shm import NOWHERE
 from ffserve.errors import STATUS_CHECKSUM, Failure
-from ffserve.reads.damage import WrongRecord
+from ffserve.reads.second_read import WrongRecord
 
 MOST_AGAIN = 1024
 """At most so many wrong records of a batch are read a second time. A block may hold 8192 small

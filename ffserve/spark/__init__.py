@@ -33,8 +33,8 @@ def register(spark: Any) -> None:
     Raises:  UsageError: pyspark or pyarrow is missing or too old.
     """
     try:
+        from ffserve.spark.data_source import NAMES, source_class
         from ffserve.spark.options import Settings
-        from ffserve.spark.source import NAMES, source_class
         from ffserve.spark.wrapping import wrap_writer
     except ImportError as error:
         raise UsageError(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ffserve.arrow.options import RecordType, check_compression, check_sampling, record_type_of
+from ffserve.arrow.record_types import RecordType, check_compression, check_sampling, record_type_of
 from ffserve.errors import UsageError
 
 _HADOOP = "org.apache.hadoop.io.compress."

@@ -9,8 +9,8 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import StructType
 
-from ffserve.arrow import hive, reading
-from ffserve.arrow.reading import FilePiece, RecordTable
+from ffserve.arrow import hive, table_reading
+from ffserve.arrow.table_reading import FilePiece, RecordTable
 from ffserve.errors import FFServeError, UsageError
 from ffserve.spark.options import ReadOptions, Settings
 
@@ -25,7 +25,7 @@ def infer_schema(format: str, options: ReadOptions, settings: Settings) -> Struc
 
     Raises: FFServeError: a file cannot be read, records differ, or there is nothing to infer from.
     """
-    schema = reading.infer_schema(
+    schema = table_reading.infer_schema(
         record_table(format, options, settings),
         hive.find_files(options.paths, options.base_path),
         ratio=options.sampling_ratio,
@@ -58,8 +58,12 @@ class TableReader(DataSourceReader):
         limit = self._options.max_partition_bytes or self._settings.max_partition_bytes
         try:
             files = hive.find_files(self._options.paths, self._options.base_path)
-            reading.check_read(self._table, to_arrow_schema(self._schema, timezone="UTC"), files)
-            pieces = [one for file in files for one in reading.pieces_of(self._table, file, limit)]
+            table_reading.check_read(
+                self._table, to_arrow_schema(self._schema, timezone="UTC"), files
+            )
+            pieces = [
+                one for file in files for one in table_reading.pieces_of(self._table, file, limit)
+            ]
         except FFServeError as error:
             raise error.with_traceback(None) from None  # Spark would show all frames
         return [InputPartition(tuple(group)) for group in self._packed(pieces, limit)]
@@ -86,6 +90,6 @@ class TableReader(DataSourceReader):
         skipped = None if counter is None else counter.add
         try:
             for piece in partition.value or ():
-                yield from reading.batches(self._table, piece, arrow, skipped)
+                yield from table_reading.batches(self._table, piece, arrow, skipped)
         except FFServeError as error:
             raise error.with_traceback(None) from None

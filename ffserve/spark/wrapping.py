@@ -17,9 +17,9 @@ from typing import Any
 from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrameWriter
 
-from ffserve.arrow import hive, staging
+from ffserve.arrow import hive, staged_output
+from ffserve.spark.data_source import NAMES
 from ffserve.spark.options import JOB, PARTITION_BY, SAVE_MODE
-from ffserve.spark.source import NAMES
 
 _MODES = {"error": "error", "errorifexists": "error", "default": "error", "append": "append"}
 _MODES |= {"overwrite": "overwrite", "ignore": "ignore"}
@@ -154,7 +154,7 @@ def _save_records(writer: Any, path: str | None) -> None:
         _unwrapped("mode")(writer, mode)
         if target is not None:
             # A plan that failed before its first task is not aborted by Spark.
-            staging.OutputJob(target, job, "append", created).discard()
+            staged_output.OutputJob(target, job, "append", created).discard()
 
 
 def _partition_columns(writer: Any) -> list[str]:

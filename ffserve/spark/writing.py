@@ -13,8 +13,8 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 from ffserve.arrow import hive
-from ffserve.arrow.staging import Mode, OutputJob, StagedFile
-from ffserve.arrow.writing import TableOutput, check_write, write_task
+from ffserve.arrow.staged_output import Mode, OutputJob, StagedFile
+from ffserve.arrow.table_writing import TableOutput, check_write, write_task
 from ffserve.errors import FFServeError
 from ffserve.spark.options import WriteOptions
 

@@ -30,8 +30,8 @@ from ffserve.dtypes import Int64s
 from ffserve.errors import FFServeError, MissingFile, ReadError, UsageError
 from ffserve.formats.base import ReadAt
 from ffserve.store import origin, urls
-from ffserve.store.access import Access
 from ffserve.store.blocks import ABSENT, PRESENT, UNCHECKED, StoredObject, write_at
+from ffserve.store.credentials import Access
 from ffserve.store.directory import Store, default_directory, usual_limit
 from ffserve.store.origin import ObjectVersion, OriginError, RemoteFile
 

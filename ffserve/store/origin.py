@@ -30,7 +30,7 @@ from typing import Any
 
 from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError, UsageError
 from ffserve.store import urls
-from ffserve.store.access import Access
+from ffserve.store.credentials import Access
 from ffserve.store.schemes import protocol_of, scheme_of, union
 from ffserve.store.schemes.base import BROKEN, Meaning, OpenVersion, Scheme
 

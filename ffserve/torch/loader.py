@@ -53,7 +53,7 @@ from ffserve.torch.samplers import (
     order_of_batches,
 )
 from ffserve.torch.segments import Receiver, WorkerChannels, memory_limit
-from ffserve.torch.threads import ThreadedRequests
+from ffserve.torch.thread_workers import ThreadedRequests
 from ffserve.torch.transfer import BatchFailure, MessageWriter, RawBatches, keep_queues
 
 MESSAGE_SIZE = 8 << 20

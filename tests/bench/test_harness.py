@@ -37,7 +37,7 @@ from benchmarks.harness.measuring import (
     ratio,
 )
 from ffserve.bench import ceilings, samples
-from ffserve.bench.processes import running
+from ffserve.bench.child_processes import running
 from ffserve.bench.samples import MIB, BenchmarkData
 from ffserve.engine import io
 from ffserve.engine.cached import cached_pages

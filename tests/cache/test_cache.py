@@ -41,7 +41,7 @@ from ffserve.errors import (
 )
 from ffserve.formats.base import UNKNOWN_LENGTH
 from ffserve.limits import MOST_UNACKNOWLEDGED
-from ffserve.reads.opening import bound_lengths
+from ffserve.reads.shard_tables import bound_lengths
 from ffserve.server.reading.pins import PIN_GRACE_S
 from ffserve.server.reading.requests import Requester, SampleRequest
 from ffserve.server.reading.scheduler import (

@@ -16,7 +16,7 @@ from daemon import run_python
 
 import ffserve
 from ffserve import examples
-from ffserve.bench import processes
+from ffserve.bench import child_processes
 
 TORCH = importlib.util.find_spec("torch") is not None
 NOT_PROGRAMS = {"next_byte"}
@@ -66,7 +66,7 @@ def test_load_torch(data: Path) -> None:
     ],
 )
 def test_train_through_a_daemon(name: str, data: Path) -> None:
-    with processes.daemon([str(data)], 64 << 20) as daemon:
+    with child_processes.daemon([str(data)], 64 << 20) as daemon:
         said = run(name, data, "--epochs", "2", "--workers", "1", "--json", server=daemon.socket)
         events: list[dict[str, Any]] = [json.loads(line) for line in said.splitlines()]
         read = daemon.status()["cache"]["blocks_read"]

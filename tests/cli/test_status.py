@@ -112,7 +112,9 @@ def test_a_title_that_is_no_short_text_is_refused(daemon: Daemon, about: dict[st
 def test_errors_are_red_and_slow_files_and_the_log_are_shown(tmp_path: Path) -> None:
     path, chunks = (write(tmp_path / name, TRUTH) for name in ("a.ffr", "a.recordio"))
     damage(path, 3)
-    patch = "import ffserve.server.reading.io; ffserve.server.reading.io.SLOW_READ_S = 0.0"
+    patch = (
+        "import ffserve.server.reading.engines; ffserve.server.reading.engines.SLOW_READ_S = 0.0"
+    )
     with serving(patch=patch) as daemon, daemon.open([path]) as reader:
         shown, text = on_screen(daemon)
         assert "errors    none" in text and "\x1b[31m" not in shown

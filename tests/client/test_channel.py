@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from ffserve import protocol
 from ffserve.client.daemon.channel import ORDER_PIECE, Channel
-from ffserve.client.daemon.descriptors import DescribedFiles
-from ffserve.client.daemon.memory import Memories
+from ffserve.client.daemon.mapped_memory import Memories
+from ffserve.client.daemon.passed_files import DescribedFiles
 from ffserve.client.failover import OpenRequest
 from ffserve.errors import AccessDenied, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message

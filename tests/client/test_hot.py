@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ffserve
-from ffserve.client.daemon.statistics import RecentHits
+from ffserve.client.daemon.client_statistics import RecentHits
 from ffserve.errors import UsageError
 
 
@@ -149,7 +149,7 @@ def test_the_files_of_a_hit(tmp_path: Path) -> None:
                 "reader.py",
                 "client/daemon/shared_memory.py",
                 "engine/shm.py",
-                "client/daemon/statistics.py",
+                "client/daemon/client_statistics.py",
             }
 
 

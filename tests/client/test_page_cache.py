@@ -29,7 +29,7 @@ from ffserve.client.loop import loop_state
 from ffserve.engine import arrays, io
 from ffserve.engine.cached import REGION_BITS, cached_pages
 from ffserve.errors import ChecksumError, ReadError, SampleIndexError, UsageError
-from ffserve.reads.opening import How, read_all
+from ffserve.reads.shard_tables import How, read_all
 
 COUNT = 700
 TRUTH = [sample(i) for i in range(COUNT)]

@@ -23,7 +23,7 @@ from daemon import Daemon, damage, run_python, sample, serving, until, write
 import ffserve
 from ffserve.dataset import paths as dataset_paths
 from ffserve.dataset.paths import expand_paths
-from ffserve.engine import opening
+from ffserve.engine import many_files
 from ffserve.errors import (
     ChecksumError,
     FFServeError,
@@ -784,9 +784,9 @@ def test_each_path_was_looked_up_twice_to_expand_it(
         if event == "c_call" and function.__name__ in ("stat", "lstat"):
             calls.append(function.__name__)
 
-    def looking(given: Sequence[str]) -> tuple[opening.States, OSError | None]:
+    def looking(given: Sequence[str]) -> tuple[many_files.States, OSError | None]:
         calls.extend(given)
-        return opening.stat_paths(given)
+        return many_files.stat_paths(given)
 
     monkeypatch.setattr(dataset_paths, "stat_paths", looking)
     for given, most in ((paths, len(paths)), (tmp_path, 1)):

@@ -23,11 +23,11 @@ from ffserve.errors import ServerUnavailable
 COUNT = 40
 SLOW_DISK = """
 import asyncio
-from ffserve.server.reading import io
+from ffserve.server.reading import engines
 from ffserve.server.sessions import server
 server.ALIVE_INTERVAL_S = 0.2
-submit = io.Engines.submit
-io.Engines.submit = lambda *args: asyncio.get_running_loop().call_later(4.5, submit, *args)
+submit = engines.Engines.submit
+engines.Engines.submit = lambda *args: asyncio.get_running_loop().call_later(4.5, submit, *args)
 """
 
 

@@ -20,7 +20,7 @@ from daemon import Daemon, Raw, proxy, run_python, sample, serving, write
 import ffserve
 from ffserve import protocol
 from ffserve.client import failover
-from ffserve.client.daemon.memory import UnmappedError, check_page
+from ffserve.client.daemon.mapped_memory import UnmappedError, check_page
 from ffserve.errors import ProtocolError, ServerUnavailable
 from ffserve.system.memfd import MemoryFile
 

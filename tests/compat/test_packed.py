@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 import ffserve
 from ffserve import PackedFolder, pack_folder
 from ffserve.errors import ChecksumError, FFServeError, FormatError, ReadError, UsageError
-from ffserve.folders import packing
+from ffserve.folders import folder_packing
 from ffserve.folders.folder_index import MAGIC, decode, encode
-from ffserve.folders.packing import index_samples, pack
+from ffserve.folders.folder_packing import index_samples, pack
 from ffserve.system import parallel
 from ffserve.utils import dump
 
@@ -199,7 +199,7 @@ def test_equal_names_in_two_directories(tmp_path: Path) -> None:
 
 
 def test_large_files_go_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "BLOCK_SIZE", 1000)
+    monkeypatch.setattr(folder_packing, "BLOCK_SIZE", 1000)
     (tmp_path / "f").mkdir()
     payload = os.urandom(12_345)
     (tmp_path / "f" / "large").write_bytes(payload)
@@ -306,14 +306,14 @@ def test_a_file_that_cannot_be_read_leaves_nothing(
     make_many(tmp_path / "f", 40)
     bad = tmp_path / "f" / "d6" / "vanished"
     bad.write_bytes(b"")
-    scan = packing.scan
+    scan = folder_packing.scan
 
     def scanned(paths: list[str], out: str) -> Any:
         tree = scan(paths, out)
         bad.unlink()  # between the listing and the reading
         return tree
 
-    monkeypatch.setattr(packing, "scan", scanned)
+    monkeypatch.setattr(folder_packing, "scan", scanned)
     with pytest.raises(ReadError, match="No such file") as caught:
         pack([tmp_path / "f"], str(tmp_path / "out"), shards=4, jobs=jobs)
     assert caught.value.path == str(bad)

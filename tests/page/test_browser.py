@@ -27,7 +27,7 @@ SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 SCHEMES = ("light", "dark")
 INTERVAL_S = 0.2
 PATCH = (
-    "import ffserve.server.status.page as page, ffserve.server.reading.io as io; "
+    "import ffserve.server.status.page as page, ffserve.server.reading.engines as io; "
     f"page.EVENT_INTERVAL_S, io.SLOW_READ_S = {INTERVAL_S}, 0.05"
 )
 POINTS = 60

@@ -52,7 +52,7 @@ from ffserve.errors import (
     ServerUnavailable,
     TruncatedError,
 )
-from ffserve.system.machine import usable_memory
+from ffserve.system.machine_memory import usable_memory
 
 AS_NOBODY = """
 import os, sys, ffserve

@@ -150,7 +150,7 @@ reader.read(range(len(reader)))
 def test_a_disk_that_does_not_answer_is_logged_while_it_is_silent(place: Path) -> None:
     begin = place / "begin"
     patch = (
-        "import ffserve.server.reading.io as io, ffserve.server.sessions.server as server\n"
+        "import ffserve.server.reading.engines as io, ffserve.server.sessions.server as server\n"
         "io.SLOW_S, server.ALIVE_INTERVAL_S = 1.0, 0.05"
     )
     line = rf"slow disk: a read from {place}/fuse \(device 0:\d+\) takes \d+\.\d s.*"
@@ -173,7 +173,7 @@ def test_a_disk_that_does_not_answer_is_logged_while_it_is_silent(place: Path) -
 
 def test_a_daemon_that_was_stopped_does_not_blame_the_disk(place: Path) -> None:
     patch = (
-        "import ffserve.server.reading.io as io, ffserve.server.sessions.server as server\n"
+        "import ffserve.server.reading.engines as io, ffserve.server.sessions.server as server\n"
         "io.SLOW_S, server.ALIVE_INTERVAL_S = 3.0, 0.05"
     )
     source = write(place / "source.ffr", [sample(index, [70_000]) for index in range(100)])

@@ -23,7 +23,7 @@ from ffserve.engine import io
 from ffserve.engine.shm import MappedView
 from ffserve.errors import Failure
 from ffserve.formats.base import ChunkedShard
-from ffserve.server.reading.io import Engines
+from ffserve.server.reading.engines import Engines
 from ffserve.system.memfd import SharedMemory
 
 COUNT, SIZE, GOOD_PAGES = 60, 3000, 20

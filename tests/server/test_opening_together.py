@@ -32,7 +32,7 @@ import ffserve
 from ffserve import formats, protocol
 from ffserve.errors import ChecksumError, FFServeError, FormatError, MissingFile, ReadError
 from ffserve.limits import USER_OPENINGS
-from ffserve.reads.opening import SMALL_SIZE
+from ffserve.reads.shard_tables import SMALL_SIZE
 from ffserve.testing import written
 
 ALICE = 61_001
@@ -238,7 +238,7 @@ def test_who_sent_a_file_behind_one_that_is_scanned_for_long_held_up_its_first_o
     begin.touch()
     patch = f"""
 import os, time
-import ffserve.reads.opening as o
+import ffserve.reads.shard_tables as o
 real = o.open_shard
 def slowly(fd, path, *arguments, **options):
     with open({str(log)!r}, "a") as out:

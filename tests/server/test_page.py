@@ -25,7 +25,7 @@ COUNT, GOOD = 60, 30
 TRUTH = [sample(index, [5000]) for index in range(COUNT)]
 HOSTILE = "</script><img src=x onerror=alert(1)>\u202e\n\ndata: {}\udcff"
 FAST = """
-import ffserve.server.status.page as page, ffserve.server.reading.io as io
+import ffserve.server.status.page as page, ffserve.server.reading.engines as io
 page.EVENT_INTERVAL_S, http.ANSWER_TIMEOUT_S, io.SLOW_READ_S = 0.1, 1.0, 0.0
 """
 ASSETS = Path(__file__).parents[2] / "ffserve" / "server" / "status" / "assets"

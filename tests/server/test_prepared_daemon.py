@@ -29,7 +29,7 @@ from service_manager import ManagedDaemon, inventory_of, managed
 
 from ffserve import protocol
 from ffserve.cache.inventory import PREPARED
-from ffserve.client.daemon.memory import DomainMemory
+from ffserve.client.daemon.mapped_memory import DomainMemory
 from ffserve.engine.shm import Located, MappedView
 from ffserve.errors import AccessDenied, FFServeError, ProtocolError
 from ffserve.protocol import ELSEWHERE, READABLE, UNSHARED, YOURS

@@ -21,7 +21,7 @@ from ffserve import protocol
 from ffserve.cli import cli
 from ffserve.client.daemon.connection import Connection
 from ffserve.errors import ReadError, UsageError
-from ffserve.system import machine
+from ffserve.system import machine_memory
 
 MIB = 1 << 20
 SIZE = 50_000
@@ -239,7 +239,7 @@ def test_invalid_sizes_in_a_message_are_refused(daemon: Daemon) -> None:
 
 
 def test_more_than_is_free_is_refused() -> None:
-    whole = machine.usable_memory() // (4 * MIB) * 4 * MIB
+    whole = machine_memory.usable_memory() // (4 * MIB) * 4 * MIB
     with serving(arena="16MiB", options=("--max-arena", str(2 * whole))) as daemon:
         connection = Connection(daemon.socket, "resize")
         try:
@@ -307,10 +307,10 @@ def test_free_memory(tmp_path: Path) -> None:
     group = tmp_path / "a"
     group.mkdir()
     files = (tmp_path / "meminfo", tmp_path / "cgroup", tmp_path)
-    assert machine.free_memory(*files) == 90 << 10
+    assert machine_memory.free_memory(*files) == 90 << 10
     (group / "memory.max").write_text("50000\n")
     (group / "memory.current").write_text("40000\n")
     (group / "memory.stat").write_text("file 9000\ninactive_file 2000\nactive_file 1000\n")
-    assert machine.free_memory(*files) == 13_000
+    assert machine_memory.free_memory(*files) == 13_000
     (group / "memory.current").write_text("60000\n")
-    assert machine.free_memory(*files) == 0
+    assert machine_memory.free_memory(*files) == 0

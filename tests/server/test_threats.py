@@ -16,7 +16,7 @@ import pytest
 from daemon import Daemon, Raw, asking, get, run_python, sample, serving, until, write
 
 from ffserve import protocol
-from ffserve.client.daemon.memory import DomainMemory
+from ffserve.client.daemon.mapped_memory import DomainMemory
 from ffserve.disk import index_file
 from ffserve.engine.slots import ENTRY_DTYPE
 

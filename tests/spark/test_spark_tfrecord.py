@@ -36,7 +36,7 @@ from pyspark.sql.types import (
 import ffserve
 import ffserve.spark
 from ffserve import example
-from ffserve.arrow.writing import _groups
+from ffserve.arrow.table_writing import _groups
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 

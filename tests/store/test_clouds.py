@@ -23,7 +23,7 @@ from store_servers import free_port, reading_daemon, small_store, wait_for, writ
 import ffserve
 from ffserve import protocol
 from ffserve.errors import AccessDenied, FFServeError, MissingFile
-from ffserve.store.access import collect
+from ffserve.store.credentials import collect
 from ffserve.store.fetching import identity_of
 from ffserve.store.origin import ObjectVersion
 

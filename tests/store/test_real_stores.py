@@ -32,7 +32,7 @@ from ffserve.inputs import download, find_inputs
 from ffserve.inputs.outputs import Output, RunOutput
 from ffserve.inputs.places import find
 from ffserve.inputs.stream import WorkerStream, splits_of
-from ffserve.store.access import Access, collect
+from ffserve.store.credentials import Access, collect
 from ffserve.store.fetching import identity_of
 from ffserve.store.origin import find as find_objects
 

@@ -16,8 +16,8 @@ pa = pytest.importorskip("pyarrow")
 pytest.importorskip("fsspec")
 pytest.importorskip("aiohttp")
 
-from ffserve.arrow import hive, reading  # noqa: E402 - without pyarrow it cannot be imported
-from ffserve.arrow.reading import FilePiece, RecordTable  # noqa: E402
+from ffserve.arrow import hive, table_reading  # noqa: E402 - without pyarrow it cannot be imported
+from ffserve.arrow.table_reading import FilePiece, RecordTable  # noqa: E402
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("tfrecord", {}), ("tfrecord", {"compression": "gzip"}), ("ffrecord", {}),
@@ -38,7 +38,9 @@ def written(path: Path, format: str, records: list[bytes], **options: Any) -> by
 
 def ids(table: RecordTable, piece: FilePiece) -> list[int]:
     schema = pa.schema([("id", pa.int64())])
-    return [k for batch in reading.batches(table, piece, schema) for k in batch["id"].to_pylist()]
+    return [
+        k for batch in table_reading.batches(table, piece, schema) for k in batch["id"].to_pylist()
+    ]
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
@@ -50,13 +52,13 @@ def test_pieces_of_remote_files_hold_each_record_once(
     url = server.put(name, written(tmp_path / name, format, encoded(30_000), **options))
     [file] = hive.find_files([url])
     assert (file.path, file.size) == (url, len(server.files[name]))
-    assert reading.format_of([file]) == format
+    assert table_reading.format_of([file]) == format
     table = RecordTable(format, "Example", server="auto")
-    assert reading.infer_schema(table, [file], ratio=0.01).names == ["id", "noise"]
-    pieces = list(reading.pieces_of(table, file, file.size // 3))
+    assert table_reading.infer_schema(table, [file], ratio=0.01).names == ["id", "noise"]
+    pieces = list(table_reading.pieces_of(table, file, file.size // 3))
     # To divide a TFRecord file, all of it would have to be read.
     assert (len(pieces) > 1) == (format != "tfrecord")
-    assert sum(reading.count(table, piece) for piece in pieces) == 30_000
+    assert sum(table_reading.count(table, piece) for piece in pieces) == 30_000
     server.sent.clear()
     assert [k for piece in pieces for k in ids(table, piece)] == list(range(30_000))
     if format != "recordio":  # its chunks are so small that their headers are all of it
@@ -78,10 +80,10 @@ def test_partitions_of_a_remote_directory(server: HttpOrigin, tmp_path: Path) ->
     ]  # fmt: skip
     assert hive.find_files([f"{url}/k=1"], base=url) == found[:2]
     table = RecordTable("ffrecord", "Example")
-    schema = reading.infer_schema(table, found)
+    schema = table_reading.infer_schema(table, found)
     assert schema.names == ["id", "noise", "k", "l"]
-    [piece] = reading.pieces_of(table, found[1], 1 << 30)
-    [batch] = reading.batches(table, piece, schema)
+    [piece] = table_reading.pieces_of(table, found[1], 1 << 30)
+    [batch] = table_reading.batches(table, piece, schema)
     assert batch["id"].to_pylist() == [10, 11, 12] and batch["l"].to_pylist() == ["b"] * 3
     with pytest.raises(MissingFile):
         hive.find_files([f"{url}/none"])
@@ -106,7 +108,7 @@ def test_damaged_and_replaced_remote_files(
     skipped: list[int] = []
     table = RecordTable("tfrecord", "Example", skip=True)
     schema = pa.schema([("id", pa.int64())])
-    assert sum(len(b) for b in reading.batches(table, piece, schema, skipped.append)) == 999
+    assert sum(len(b) for b in table_reading.batches(table, piece, schema, skipped.append)) == 999
     assert skipped == [1]
     caplog.clear()
     with pytest.raises(FormatError, match="the file is tfrecord, not ffrecord"):

@@ -14,7 +14,7 @@ from daemon import serving
 import ffserve
 from ffserve.errors import AccessDenied, MissingFile, UsageError
 from ffserve.store import origin, schemes
-from ffserve.store.access import Access, collect, served
+from ffserve.store.credentials import Access, collect, served
 from ffserve.store.fetching import listing
 from ffserve.store.urls import has_magic, shown
 

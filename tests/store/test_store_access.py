@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ffserve.errors import FFServeError, ReadError, UsageError
-from ffserve.store.access import MOST_TEXT, Access, collect, forget_own_settings, served
+from ffserve.store.credentials import MOST_TEXT, Access, collect, forget_own_settings, served
 
 fsspec = pytest.importorskip("fsspec")
 

@@ -25,7 +25,7 @@ from ffserve.config import (
     parse_size,
 )
 from ffserve.errors import AccessDenied, UsageError
-from ffserve.system import machine, socket_path
+from ffserve.system import machine_memory, socket_path
 from ffserve.system.socket_path import default_socket_path, find_socket, prepare_socket_directory
 
 if sys.version_info >= (3, 11):
@@ -107,7 +107,7 @@ def test_a_formatted_size_reads_back_within_its_digits(size: int) -> None:
 def test_the_default_arena_is_a_quarter_of_what_may_be_used() -> None:
     size = default_arena_size()
     assert size % (2 << 20) == 0
-    assert size == max(64 << 20, machine.usable_memory() // 4 // (2 << 20) * (2 << 20))
+    assert size == max(64 << 20, machine_memory.usable_memory() // 4 // (2 << 20) * (2 << 20))
 
 
 def test_a_limit_of_any_group_above_counts(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_limit_of_any_group_above_counts(tmp_path: Path) -> None:
     (tmp_path / "a" / "memory.max").write_text("1073741824\n")
     proc = tmp_path / "cgroup"
     proc.write_text("0::/a/b\n")
-    assert [limit for _, limit in machine.memory_limits(proc, tmp_path)] == [1 << 30]
+    assert [limit for _, limit in machine_memory.memory_limits(proc, tmp_path)] == [1 << 30]
 
 
 def test_the_limit_of_an_old_cgroup_counts(tmp_path: Path) -> None:
@@ -127,11 +127,11 @@ def test_the_limit_of_an_old_cgroup_counts(tmp_path: Path) -> None:
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
     proc = tmp_path / "cgroup"
     proc.write_text("5:cpu:/docker/x\n4:memory:/docker/x\n0::/\n")
-    assert [limit for _, limit in machine.memory_limits(proc, tmp_path)] == [512 << 20]
+    assert [limit for _, limit in machine_memory.memory_limits(proc, tmp_path)] == [512 << 20]
 
 
 def test_no_cgroups_at_all_are_no_limit(tmp_path: Path) -> None:
-    assert [limit for _, limit in machine.memory_limits(tmp_path / "none", tmp_path)] == []
+    assert [limit for _, limit in machine_memory.memory_limits(tmp_path / "none", tmp_path)] == []
 
 
 # ---------------------------------------------------------------- places

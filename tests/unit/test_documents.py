@@ -394,7 +394,9 @@ def test_every_field_of_status_is_explained(tmp_path: Path) -> None:
         for _ in range(100):
             writer.write(b"sample")
     # A warning for the list of lines, and a slow file.
-    patch = "import ffserve.server.reading.io; ffserve.server.reading.io.SLOW_READ_S = 0.0"
+    patch = (
+        "import ffserve.server.reading.engines; ffserve.server.reading.engines.SLOW_READ_S = 0.0"
+    )
     daemon = Daemon(roots=("/", "/no/such/root"), patch=patch).start()
     try:
         with daemon.open(tmp_path / "train.ffr") as reader:

@@ -85,7 +85,7 @@ DOORS = {
         "bench cli doctor torch",
         "commands talk to the daemon without a reader",
     ),
-    "client.daemon.memory": (
+    "client.daemon.mapped_memory": (
         "doctor",
         "it explains why a process does not map the daemon's memory",
     ),
@@ -108,7 +108,7 @@ DOORS = {
     "engine.io": ("bench doctor", "direct reads, and which engines this machine has"),
     "engine.shm": ("torch", "a flag in shared memory"),
     "folders.folder_index": ("cli compat convert package view", "names of packed files"),
-    "folders.packing": ("cli compat convert", "directories are packed"),
+    "folders.folder_packing": ("cli compat convert", "directories are packed"),
     "formats.recordio": ("compat", "pyrecordio writes chunk by chunk"),
     "formats.tfstream": ("arrow", "a compressed file is recognized by its head"),
     "limits": ("doctor", "the bounds of the daemon are compared with those of its process"),
@@ -120,14 +120,14 @@ DOORS = {
     "server.users.access": ("doctor view", "which files are taken, and who may read them"),
     "server.users.peers": ("cli", "whose process is at the other end"),
     "store.fetching": ("arrow cli", "remote files are listed and fetched"),
-    "store.opening": ("arrow cli", "tables of a remote file"),
+    "store.object_tables": ("arrow cli", "tables of a remote file"),
     "store.origin": ("arrow", "file systems of URLs, for output too"),
     "store.ranges": ("arrow cli", "parts of a remote file"),
     "store.staging": ("cli", "`ffserve stage`"),
     "store.urls": ("arrow cli compat view", "what is a URL, and how it is shown"),
     "store.warming": ("cli", "`ffserve warm`"),
     "store.public": ("inputs", "remote files are found, copied and written"),
-    "system.machine": ("doctor", "limits of memory are examined"),
+    "system.machine_memory": ("doctor", "limits of memory are examined"),
     "system.memfd": ("doctor", "shared memory is tried"),
     "system.parallel": ("compat convert", "worker processes that report progress"),
     "system.socket_path": ("arrow cli doctor", "where the daemon's socket is"),
@@ -258,7 +258,7 @@ WIRING = {"sessions.state"}
 """Modules that put the parts of the daemon together."""
 
 UPWARDS = {
-    ("reading.io", "prepared"): "a copy of prepared samples is a load, as a read is",
+    ("reading.engines", "prepared"): "a copy of prepared samples is a load, as a read is",
     ("prepared.sharing", "sessions"): "it is the part of a session that shares prepared samples",
     ("sessions.session", "life"): "a message asks for a hand-over",
     ("sessions.session", "status"): "a message asks for the status",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ffserve.bench.processes import command
+from ffserve.bench.child_processes import command
 
 ROOT = Path(__file__).parents[2]
 ENGINE = ROOT / "ffserve" / "engine"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ffserve.arrow.staging import Mode, OutputJob, StagedFile
+from ffserve.arrow.staged_output import Mode, OutputJob, StagedFile
 from ffserve.errors import ReadError, UsageError
 
 
@@ -100,7 +100,7 @@ def test_a_commit_that_fails_changes_nothing(tmp_path: Path, mode: Mode) -> None
 
 KILLED = """
 import os, signal, sys
-from ffserve.arrow import staging
+from ffserve.arrow import staged_output
 sys.path[:0] = [sys.argv[3]]
 from test_staging import begin, stage
 from pathlib import Path
@@ -167,7 +167,7 @@ def begun(path, *options, **more):
     if path.endswith("commit.json"):
         os.kill(os.getpid(), signal.SIGKILL)
     return file
-staging.open = begun
+staged_output.open = begun
 job.commit""",
         1,
     )

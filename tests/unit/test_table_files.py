@@ -13,10 +13,10 @@ from daemon import serving
 
 import ffserve
 from ffserve import example
-from ffserve.arrow import hive, reading
-from ffserve.arrow.reading import FilePiece, RecordTable
-from ffserve.arrow.staging import OutputJob
-from ffserve.arrow.writing import TableOutput, write_task
+from ffserve.arrow import hive, table_reading
+from ffserve.arrow.staged_output import OutputJob
+from ffserve.arrow.table_reading import FilePiece, RecordTable
+from ffserve.arrow.table_writing import TableOutput, write_task
 from ffserve.errors import FFServeError, FormatError, UsageError
 
 FORMATS = ("tfrecord", "ffrecord", "recordio")
@@ -32,7 +32,9 @@ def write(path: Path, count: int, format: str) -> Path:
 
 
 def ids(table: RecordTable, piece: FilePiece, schema: Any = SCHEMA) -> list[int]:
-    return [k for batch in reading.batches(table, piece, schema) for k in batch["id"].to_pylist()]
+    return [
+        k for batch in table_reading.batches(table, piece, schema) for k in batch["id"].to_pylist()
+    ]
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -40,11 +42,11 @@ def test_pieces_hold_each_record_once(tmp_path: Path, format: str) -> None:
     path = write(tmp_path / f"a.{format}", 500, format)
     [file] = hive.find_files([str(path)])
     table = RecordTable(format, "Example")
-    assert reading.format_of([file]) == format
+    assert table_reading.format_of([file]) == format
     for limit in (10**9, file.size // 4, 1000, 1):
-        pieces = list(reading.pieces_of(table, file, limit))
+        pieces = list(table_reading.pieces_of(table, file, limit))
         assert (len(pieces) == 1) == (limit >= file.size)
-        assert sum(reading.count(table, piece) for piece in pieces) == 500
+        assert sum(table_reading.count(table, piece) for piece in pieces) == 500
         if limit > 1:
             assert [k for piece in pieces for k in ids(table, piece)] == list(range(500))
 
@@ -55,7 +57,7 @@ def test_pieces_are_read_through_a_daemon(tmp_path: Path, format: str) -> None:
     [file] = hive.find_files([str(path)])
     with serving() as daemon:
         table = RecordTable(format, "Example", server=daemon.socket)
-        pieces = list(reading.pieces_of(table, file, file.size // 2))
+        pieces = list(table_reading.pieces_of(table, file, file.size // 2))
         assert [k for piece in pieces for k in ids(table, piece)] == list(range(100))
         with ffserve.open(path, server=daemon.socket) as reader:
             reader.read(range(100))
@@ -69,7 +71,7 @@ RECORDS = [example.encode({"id": k, "noise": bytes(size)}) for k, size in enumer
 @pytest.fixture
 def frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that is read 64 bytes at a time, and has records that are larger."""
-    monkeypatch.setattr(reading, "FRAMES_SIZE", 64)
+    monkeypatch.setattr(table_reading, "FRAMES_SIZE", 64)
     with ffserve.create(tmp_path / "a.tfrecord") as writer:
         for record in RECORDS:
             writer.write(record)
@@ -83,8 +85,8 @@ def test_frames_of_all_sizes_are_read_in_order(frames: Path) -> None:
     for limit in (10**9, 700, 100):
         found = [
             value
-            for piece in reading.pieces_of(table, file, limit)
-            for batch in reading.batches(table, piece, schema)
+            for piece in table_reading.pieces_of(table, file, limit)
+            for batch in table_reading.batches(table, piece, schema)
             for value in batch["byteArray"].to_pylist()
         ]
         assert found == RECORDS
@@ -107,7 +109,7 @@ def test_damage_at_any_byte_of_frames_is_an_error_after_the_records_before_it(fr
             if cut and at in (0, *ends):
                 continue  # a file with fewer records
             with pytest.raises(FFServeError, match=r"a\.tfrecord"):
-                for batch in reading.batches(table, piece, SCHEMA):
+                for batch in table_reading.batches(table, piece, SCHEMA):
                     found += batch["id"].to_pylist()
             assert found == list(range(whole))
 
@@ -116,7 +118,7 @@ def test_a_file_that_shrinks_while_its_frames_are_read_is_an_error(frames: Path)
     found = []
     with pytest.raises(FFServeError, match=r"a\.tfrecord"):
         piece = FilePiece(str(frames), frames.stat().st_size)
-        for batch in reading.batches(RecordTable("tfrecord", "Example"), piece, SCHEMA):
+        for batch in table_reading.batches(RecordTable("tfrecord", "Example"), piece, SCHEMA):
             found += batch["id"].to_pylist()
             os.truncate(frames, 100)
     assert found == list(range(len(found))) and 0 < len(found) < len(RECORDS)
@@ -127,11 +129,11 @@ def test_batches_of_partition_columns_and_of_none(tmp_path: Path) -> None:
     folder.mkdir()
     write(folder / "a.tfrecord", 10_000, "tfrecord")
     [file] = hive.find_files([str(tmp_path)])
-    [piece] = reading.pieces_of(RecordTable("tfrecord", "Example"), file, file.size)
+    [piece] = table_reading.pieces_of(RecordTable("tfrecord", "Example"), file, file.size)
     for skip in (False, True):
         table = RecordTable("tfrecord", "Example", skip=skip)
         for schema in (pa.schema([("k", pa.int32())]), pa.schema([])):
-            found = list(reading.batches(table, piece, schema))
+            found = list(table_reading.batches(table, piece, schema))
             assert sum(batch.num_rows for batch in found) == 10_000
             assert {batch.num_columns for batch in found} == {len(schema)}
 
@@ -148,10 +150,15 @@ def test_the_files_of_a_task_come_back(tmp_path: Path) -> None:
     job.commit(files)
     table = RecordTable("tfrecord", "Example")
     found = hive.find_files([out])
-    schema = reading.infer_schema(table, found)
+    schema = table_reading.infer_schema(table, found)
     assert schema == pa.schema([("id", pa.int64()), ("k", pa.int32())])
-    pieces = [piece for file in found for piece in reading.pieces_of(table, file, file.size)]
-    rows = [row for p in pieces for b in reading.batches(table, p, schema) for row in b.to_pylist()]
+    pieces = [piece for file in found for piece in table_reading.pieces_of(table, file, file.size)]
+    rows = [
+        row
+        for p in pieces
+        for b in table_reading.batches(table, p, schema)
+        for row in b.to_pylist()
+    ]
     assert sorted(rows, key=lambda row: row["id"]) == batch.to_pylist()
 
 

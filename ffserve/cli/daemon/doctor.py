@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ffserve.cli.options import json_option, socket_option
+from ffserve.cli.flags import json_option, socket_option
 from ffserve.cli.terminal import counted, print_facts, print_json
 from ffserve.config import CONFIG_PATH
 from ffserve.doctor.case import Finding, gather

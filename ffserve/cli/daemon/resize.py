@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ffserve.cli.options import json_option, socket_option
+from ffserve.cli.flags import json_option, socket_option
 from ffserve.cli.terminal import print_json
 from ffserve.config import format_size, parse_size
 from ffserve.system.socket_path import find_socket

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ffserve.cli.options import json_option, socket_option
+from ffserve.cli.flags import json_option, socket_option
 from ffserve.cli.terminal import print_json
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import click
 
-from ffserve.cli.options import json_option, socket_option
+from ffserve.cli.flags import json_option, socket_option
 from ffserve.cli.terminal import counted, print_json
 from ffserve.errors import AccessDenied, ServerUnavailable, UsageError
 from ffserve.server.users.peers import Credentials

@@ -25,7 +25,7 @@ from rich.text import Text
 
 from ffserve.cli import FloatRange
 from ffserve.cli.daemon import screen
-from ffserve.cli.options import socket_option
+from ffserve.cli.flags import socket_option
 from ffserve.cli.terminal import BARS, duration
 from ffserve.client.daemon.connection import Connection
 from ffserve.errors import FFServeError, UsageError, printable

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.cli.files.record_files import batches_of, folders_of
-from ffserve.cli.options import format_option
+from ffserve.cli.flags import format_option
 from ffserve.dataset.layout import outside
 from ffserve.errors import UsageError
 

@@ -10,7 +10,7 @@ import click
 
 from ffserve.cli import exit_code_of_all, report
 from ffserve.cli.files.record_files import total_size
-from ffserve.cli.options import format_option, jobs_option, json_option
+from ffserve.cli.flags import format_option, jobs_option, json_option
 from ffserve.cli.terminal import counted, print_json, progress
 from ffserve.errors import FFServeError, UsageError
 

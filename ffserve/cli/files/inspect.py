@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ffserve.cli import EXIT_BAD_DATA, exit_code_of_all, report
 from ffserve.cli.files.record_files import files_of
-from ffserve.cli.options import format_option, json_option
+from ffserve.cli.flags import format_option, json_option
 from ffserve.cli.terminal import counted, histogram, print_facts, print_json
 from ffserve.config import format_size
 from ffserve.errors import FFServeError, UsageError, printable
@@ -55,7 +55,7 @@ def _load(path: str, format_name: str | None) -> _FileTables:
 
 def _load_remote(url: str, format_name: str | None) -> _FileTables:
     from ffserve.store.fetching import identity_of
-    from ffserve.store.opening import parsed
+    from ffserve.store.object_tables import parsed
     from ffserve.store.ranges import RangedObject
 
     opened = RangedObject(identity_of(url))

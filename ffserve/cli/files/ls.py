@@ -13,7 +13,7 @@ import numpy as np
 
 from ffserve.cli import report
 from ffserve.cli.files.record_files import folders_of
-from ffserve.cli.options import format_option, json_option
+from ffserve.cli.flags import format_option, json_option
 from ffserve.cli.terminal import write_json_rows, write_lines
 from ffserve.dataset.layout import outside
 from ffserve.errors import FFServeError, printable

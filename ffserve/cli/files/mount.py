@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ffserve.cli import EXIT_BAD_DATA, report
-from ffserve.cli.options import format_option
+from ffserve.cli.flags import format_option
 from ffserve.cli.terminal import counted
 from ffserve.errors import FFServeError
 

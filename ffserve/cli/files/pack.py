@@ -47,10 +47,10 @@ def pack(
       ffserve pack photos/ -o /data/photos --shards 64 --jobs 8
       ffserve cat photos.ffr cats/tom.jpg > tom.jpg
     """
-    from ffserve.folders import packing
+    from ffserve.folders import folder_packing
 
     with progress("packing", total_size(paths), as_bytes=True) as shown:
-        written = packing.pack(
+        written = folder_packing.pack(
             paths,
             out,
             shards=shards,

@@ -9,7 +9,7 @@ import click
 
 from ffserve.cli.files.record_files import files_of
 from ffserve.cli.files.verify import check_files
-from ffserve.cli.options import format_option, json_option, socket_option
+from ffserve.cli.flags import format_option, json_option, socket_option
 from ffserve.config import parse_size
 from ffserve.errors import ServerUnavailable, UsageError
 

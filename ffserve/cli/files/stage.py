@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from ffserve.cli import exit_code_of_all, report
-from ffserve.cli.options import json_option
+from ffserve.cli.flags import json_option
 from ffserve.cli.terminal import counted, print_json, progress
 from ffserve.config import format_size
 from ffserve.errors import FFServeError

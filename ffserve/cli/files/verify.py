@@ -12,7 +12,7 @@ import click
 
 from ffserve.cli import EXIT_BAD_DATA, exit_code_of_all
 from ffserve.cli.files.record_files import files_of
-from ffserve.cli.options import format_option, jobs_option, json_option
+from ffserve.cli.flags import format_option, jobs_option, json_option
 from ffserve.cli.terminal import Progress, counted, print_json, progress
 from ffserve.config import format_size
 from ffserve.errors import FFServeError, ReadError, UsageError

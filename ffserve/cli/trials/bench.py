@@ -84,8 +84,8 @@ def bench(
       ffserve bench /data/train/*.ffr --json > bench.json
     """
     from ffserve.bench import ceilings, rows, samples
+    from ffserve.bench.child_processes import interruptible, work_directory
     from ffserve.bench.machine import describe_machine, machine
-    from ffserve.bench.processes import interruptible, work_directory
 
     if peers:
         raise UsageError(

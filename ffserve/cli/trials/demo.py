@@ -24,7 +24,7 @@ from typing import Any
 
 import click
 
-from ffserve.bench import processes
+from ffserve.bench import child_processes
 from ffserve.cli.terminal import percent, print_facts, print_json, print_table, progress
 from ffserve.config import ENGINES, default_arena_size, format_size
 from ffserve.errors import FFServeError
@@ -91,12 +91,12 @@ def demo(
       ffserve demo --no-torch --json
     """
     say = Narration(quiet=as_json)
-    with processes.interruptible(), contextlib.ExitStack() as stack:
-        work = stack.enter_context(processes.work_directory("ffserve-demo-", directory))
+    with child_processes.interruptible(), contextlib.ExitStack() as stack:
+        work = stack.enter_context(child_processes.work_directory("ffserve-demo-", directory))
         data = os.path.join(work, "data")
         packed = _pack(_collect(files), work, data, say)
         daemon = stack.enter_context(
-            processes.daemon(
+            child_processes.daemon(
                 [data],
                 max(2 * packed.size, min(512 << 20, default_arena_size())),
                 ["--engine", engine],
@@ -107,7 +107,7 @@ def demo(
         say(f"2. Serving: engine {facts['engine']['kind']}, arena {arena}, pid {facts['pid']}")
         torch = not no_torch and importlib.util.find_spec("torch") is not None
         example = f"ffserve.examples.{'train_torch' if torch else 'train_numpy'}"
-        command = [*processes.command(example), data, "--json"]
+        command = [*child_processes.command(example), data, "--json"]
         command += ["--epochs", str(epochs), "--workers", str(workers)]
         jobs = []
         for number in (1, 2):
@@ -185,7 +185,7 @@ def _sources(top: str) -> Iterator[tuple[str, str]]:
 def _pack(files: dict[str, str], work: str, data: str, say: Narration) -> Packed:
     """Pack the files into shards and remove those from the page cache."""
     import ffserve
-    from ffserve.folders import packing
+    from ffserve.folders import folder_packing
 
     say(f"1. Packing {len(files):,} Python source files of this machine", newline=False)
     tree = os.path.join(work, "tree")
@@ -194,7 +194,9 @@ def _pack(files: dict[str, str], work: str, data: str, say: Narration) -> Packed
         os.makedirs(os.path.dirname(link), exist_ok=True)
         os.symlink(path, link)
     started = time.monotonic()
-    written = packing.pack([tree], data, shards=SHARDS, jobs=min(SHARDS, os.cpu_count() or 1))
+    written = folder_packing.pack(
+        [tree], data, shards=SHARDS, jobs=min(SHARDS, os.cpu_count() or 1)
+    )
     seconds = time.monotonic() - started
     for path in written.paths:
         with open(path, "rb") as file:
@@ -211,7 +213,7 @@ def _pack(files: dict[str, str], work: str, data: str, say: Narration) -> Packed
 
 
 def _run_job(
-    command: list[str], daemon: processes.Daemon, total: int, say: Narration
+    command: list[str], daemon: child_processes.Daemon, total: int, say: Narration
 ) -> dict[str, Any]:
     """Run one training job; return its report with the daemon's counters."""
     before = daemon.status()
@@ -225,7 +227,7 @@ def _train(command: list[str], socket: str, total: int, say: Narration) -> dict[
     framework = "?"
     with (
         tempfile.TemporaryFile() as errors,
-        processes.running(
+        child_processes.running(
             command,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -274,7 +276,9 @@ def _epoch_line(epoch: dict[str, Any]) -> str:
     )
 
 
-def _settled(daemon: processes.Daemon, samples: int, before: dict[str, Any]) -> dict[str, Any]:
+def _settled(
+    daemon: child_processes.Daemon, samples: int, before: dict[str, Any]
+) -> dict[str, Any]:
     """Return the daemon's status when it has the last counters of an ended job.
 
     Workers report their last hits as they end, and the daemon may receive the report a moment

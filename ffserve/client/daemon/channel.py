@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import protocol
-from ffserve.client.daemon.descriptors import DatasetRequest, DescribedFiles, PassedFiles
-from ffserve.client.daemon.memory import Memories
+from ffserve.client.daemon.mapped_memory import Memories
+from ffserve.client.daemon.passed_files import DatasetRequest, DescribedFiles, PassedFiles
 from ffserve.client.source import Target
 from ffserve.dtypes import Int64s
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable

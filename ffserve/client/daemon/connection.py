@@ -39,9 +39,9 @@ import numpy as np
 
 from ffserve import protocol
 from ffserve.client.daemon.channel import RECEIVE_SIZE, Beside, Copying, SilentError, Steps
-from ffserve.client.daemon.descriptors import DatasetRequest, PassedFiles, described, send
 from ffserve.client.daemon.handshake import Handshake
-from ffserve.client.daemon.memory import receive
+from ffserve.client.daemon.mapped_memory import receive
+from ffserve.client.daemon.passed_files import DatasetRequest, PassedFiles, described, send
 from ffserve.dtypes import Int64s
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.system.socket_path import find_socket

@@ -17,7 +17,7 @@ from typing import Any
 
 from ffserve import protocol
 from ffserve.client.daemon.channel import RECEIVE_SIZE, Channel
-from ffserve.client.daemon.memory import Memories, UnmappedError, check_page, close_all
+from ffserve.client.daemon.mapped_memory import Memories, UnmappedError, check_page, close_all
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
 from ffserve.system.memfd import lock_byte

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from ffserve import protocol
 from ffserve.client.daemon.channel import Steps
+from ffserve.client.daemon.client_statistics import ClientStatistics
 from ffserve.client.daemon.connection import Connection, Driver
-from ffserve.client.daemon.memory import address, span
-from ffserve.client.daemon.statistics import ClientStatistics
+from ffserve.client.daemon.mapped_memory import address, span
 from ffserve.client.source import Batch, Indices, Leased, Target, arrays_of, check_out, cut, places
 from ffserve.dataset.layout import Layout, ShardInfo, combined_fingerprint
 from ffserve.dtypes import Bytes, Int64s

@@ -31,9 +31,9 @@ from ffserve.engine.cached import LocalTables
 from ffserve.engine.io import in_memory, open_direct
 from ffserve.errors import UsageError
 from ffserve.formats.base import UNKNOWN_LENGTH
-from ffserve.reads.opening import Tables, enter
 from ffserve.reads.records import BatchEngine
-from ffserve.system.machine import free_memory
+from ffserve.reads.shard_tables import Tables, enter
+from ffserve.system.machine_memory import free_memory
 
 MOST_OF_FREE_MEMORY = 0.8
 """The share may fill this part of the free memory."""

@@ -35,8 +35,8 @@ from ffserve.errors import (
     raise_first,
 )
 from ffserve.formats.base import UNKNOWN_LENGTH
-from ffserve.reads.opening import How, Tables, read_all
 from ffserve.reads.records import BatchEngine, Failures, outcome_of, record_batch
+from ffserve.reads.shard_tables import How, Tables, read_all
 
 log = logging.getLogger("ffserve")
 

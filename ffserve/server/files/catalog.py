@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Sequence
 
 from ffserve.cache.inventory import ShardRow
-from ffserve.engine.opening import close_fds
+from ffserve.engine.many_files import close_fds
 from ffserve.server.files.closing import ShardCloser
 from ffserve.server.files.entering import ShardEntries
 from ffserve.server.files.holding import (

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TypeVar
 
 from ffserve.disk.shardfile import FileState
-from ffserve.engine.opening import close_fds
+from ffserve.engine.many_files import close_fds
 from ffserve.server.files.entering import ShardEntries
 from ffserve.server.files.holding import HOLD_COUNT, HeldShards, OpenSettings
 from ffserve.server.files.shards import FileIdentity, OpenShard

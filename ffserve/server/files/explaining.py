@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ffserve.disk.shardfile import contradicted
-from ffserve.engine.opening import close_fds
+from ffserve.engine.many_files import close_fds
 from ffserve.errors import FFServeError, FormatError
 from ffserve.limits import MOST_EXPLAINED_FILES, MOST_EXPLAINED_SAMPLES, MOST_EXPLANATIONS
 from ffserve.server.files.catalog import Catalog

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ffserve.disk.files import os_error
-from ffserve.engine.opening import close_fds
+from ffserve.engine.many_files import close_fds
 from ffserve.errors import FFServeError, ReadError
 from ffserve.limits import ASKED_AT_ONCE
 from ffserve.server.files.admission import Admission

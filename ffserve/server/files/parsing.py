@@ -1,7 +1,7 @@
 """Parsing: files are checked, identified and read in threads, those of one message together.
 
 A data set may have ten thousand files; a client passes a few hundred of them at a time. Their
-tables are read by `ffserve/reads/opening.py`, and written into the directory. Remote files are
+tables are read by `ffserve/reads/shard_tables.py`, and written into the directory. Remote files are
 opened one by one.
 
 A file system can hang in any call on its files, and an origin in any request. So all of this runs
@@ -24,10 +24,10 @@ import numpy as np
 from ffserve.disk.files import os_error
 from ffserve.dtypes import Int32s, Int64s
 from ffserve.engine.io import open_direct_all
-from ffserve.engine.opening import States, clear_flags, close_fds, stat_fds
+from ffserve.engine.many_files import States, clear_flags, close_fds, stat_fds
 from ffserve.errors import FFServeError, ReadError
-from ffserve.reads.opening import How, OpenFiles, Tables, enter, read_single, read_together
 from ffserve.reads.page_cache import open_cached
+from ffserve.reads.shard_tables import How, OpenFiles, Tables, enter, read_single, read_together
 from ffserve.server.files.holding import CatalogTables, DescriptorBudget, OpenSettings
 from ffserve.server.files.remote import RemoteFiles, RemoteShard, WantedFile, blocks_of
 from ffserve.server.files.shards import FileIdentity, OpenShard, PassedFile, Request, ShardKey

@@ -2,11 +2,11 @@
 
 A remote file is an object of the store (`ffserve/store/`), a sparse file that the engines read as
 any other; `fetches.py` brings its blocks before they are read. The client names the version that it
-wants and passes its access (`store/access.py`). The daemon asks the origin with that access, and
-with nothing of its own, so the origin decides what a user may read. An object belongs to the domain
-of the user, unless its place is one of `[store] common`. The store, too, keeps the objects of two
-domains apart. With `store.access = "own"` the daemon asks with its own access, for its own user and
-nobody else, and opens its store when that user first needs it.
+wants and passes its access (`store/credentials.py`). The daemon asks the origin with that access,
+and with nothing of its own, so the origin decides what a user may read. An object belongs to the
+domain of the user, unless its place is one of `[store] common`. The store, too, keeps the objects
+of two domains apart. With `store.access = "own"` the daemon asks with its own access, for its own
+user and nobody else, and opens its store when that user first needs it.
 
 Origins may not answer: all that asks them runs in threads. Each user has threads of its own for
 each place, so users share the network equally, and one whose origin hangs holds up nobody else.
@@ -36,11 +36,11 @@ from ffserve.formats.base import ChunkedShard, Shard
 from ffserve.limits import ASKED_AT_ONCE, MOST_ORIGINS, MOST_TAG, MOST_URL
 from ffserve.protocol import EVERY
 from ffserve.server.users.peers import OWN, Owner, Peer
-from ffserve.store.access import Access, forget_own_settings, quieten_packages, served
 from ffserve.store.blocks import StoredObject
+from ffserve.store.credentials import Access, forget_own_settings, quieten_packages, served
 from ffserve.store.directory import Store, name_of, usual_limit
 from ffserve.store.fetching import Fetcher, OpenObject
-from ffserve.store.opening import parsed
+from ffserve.store.object_tables import parsed
 from ffserve.store.origin import ObjectVersion, changed, identify
 from ffserve.store.schemes import travelling
 from ffserve.store.urls import shown

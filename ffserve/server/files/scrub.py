@@ -2,8 +2,8 @@
 
 So damage is found before a job meets it. A thread reads a piece of a file past the page cache and
 checks it. Then scrubbing pauses for as long as the rate demands, and for as long as there are
-requests or reads. A wrong sample is read again (`reads/damage.py`); if it is wrong again, it is
-reported and counted like a damaged sample that a job asked for.
+requests or reads. A wrong sample is read again (`reads/second_read.py`); if it is wrong again, it
+is reported and counted like a damaged sample that a job asked for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ffserve.cache.tables import Directory
 from ffserve.dtypes import Int64s
 from ffserve.engine.codec import checksums
 from ffserve.errors import STATUS_TRUNCATED, FFServeError, ReadError, status_error
-from ffserve.reads.damage import extent_checksum, other_paths, read_extent, right_status, whole
+from ffserve.reads.second_read import extent_checksum, other_paths, read_extent, right_status, whole
 from ffserve.server.files.catalog import Catalog
 from ffserve.server.files.explaining import explained, look
 from ffserve.server.files.shards import OpenShard

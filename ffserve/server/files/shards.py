@@ -18,7 +18,7 @@ from ffserve.server.files.preparations import Preparation, Preparations
 from ffserve.server.files.remote import RemoteShard
 from ffserve.server.users.domains import Domain
 from ffserve.server.users.peers import Owner, Viewer, viewer_of
-from ffserve.store.access import Access
+from ffserve.store.credentials import Access
 from ffserve.store.origin import ObjectVersion
 
 Identity: TypeAlias = tuple[int, int, int, int, int]

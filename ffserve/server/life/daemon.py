@@ -41,7 +41,7 @@ from ffserve.server.life.restart import QUARANTINE_S, RETURN_S, take
 from ffserve.server.sessions.server import Server, listen
 from ffserve.server.sessions.state import ServerState
 from ffserve.server.users.access import may_read_everything
-from ffserve.system.machine import usable_memory
+from ffserve.system.machine_memory import usable_memory
 from ffserve.system.memfd import is_locked_below
 from ffserve.system.socket_path import prepare_socket_directory
 

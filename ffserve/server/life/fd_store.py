@@ -15,7 +15,7 @@ import socket
 import stat
 
 from ffserve.cache.inventory import NAME
-from ffserve.server.life.memory import DaemonMemory
+from ffserve.server.life.daemon_memory import DaemonMemory
 from ffserve.server.life.restart import FILE_NAMES, PAGE_NAME, file_names
 from ffserve.server.users.domains import Domain, Domains
 from ffserve.system.memfd import MemoryFile

@@ -25,10 +25,10 @@ from typing import Protocol
 from ffserve.cache.cache import Cache
 from ffserve.config import format_size
 from ffserve.errors import ReadError, UsageError
-from ffserve.server.life.memory import orders_limit
-from ffserve.server.reading.io import Engines
+from ffserve.server.life.daemon_memory import orders_limit
+from ffserve.server.reading.engines import Engines
 from ffserve.server.reading.scheduler import Scheduler
-from ffserve.system.machine import free_memory
+from ffserve.system.machine_memory import free_memory
 from ffserve.system.memfd import MemoryFile, SharedMemory
 
 log = logging.getLogger("ffserve")

@@ -1,8 +1,8 @@
 """Damage: samples whose checksum was wrong are read a second time, in a thread of their user.
 
 A sample that is right then is published where it belongs. Records in chunks are read again by the
-thread that decodes them (`chunks.py`). Storage or an origin that hangs holds up the samples of one
-user only.
+thread that decodes them (`chunk_loader.py`). Storage or an origin that hangs holds up the samples
+of one user only.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 from ffserve.cache.cache import Load
 from ffserve.cache.tables import Directory
 from ffserve.engine.shm import publish_run
-from ffserve.reads.damage import WrongRecord
 from ffserve.reads.records import Failures
+from ffserve.reads.second_read import WrongRecord
 from ffserve.server.users.threads import UserThreads
 from ffserve.system.memfd import SharedMemory
 

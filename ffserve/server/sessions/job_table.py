@@ -12,7 +12,7 @@ from ffserve.cache.cache import Cache
 from ffserve.cache.jobs import JobProgress
 from ffserve.errors import ProtocolError
 from ffserve.limits import MOST_KEPT_JOBS, MOST_NAME
-from ffserve.server.reading.io import Engines
+from ffserve.server.reading.engines import Engines
 from ffserve.server.reading.scheduler import Scheduler
 from ffserve.server.reading.statistics import Rates, Statistics
 from ffserve.server.reading.waiting import JobReads, JobTime, Use

@@ -28,7 +28,7 @@ from ffserve.server.files.shards import Identity, OpenShard, PassedFile, Request
 from ffserve.server.sessions.context import OVER, READY, SessionContext
 from ffserve.server.sessions.datasets import FEW, OpenDataset, OrderReceiver, Steps
 from ffserve.server.sessions.outbox import MemoryMessage
-from ffserve.store.access import Access, served
+from ffserve.store.credentials import Access, served
 from ffserve.store.origin import ObjectVersion
 from ffserve.store.urls import is_url, shown
 

@@ -26,11 +26,11 @@ from ffserve.server.files.explaining import Explainer
 from ffserve.server.files.holding import CatalogTables, OpenSettings
 from ffserve.server.files.remote import RemoteFiles
 from ffserve.server.files.scrub import Scrubber
-from ffserve.server.life.memory import DaemonMemory
+from ffserve.server.life.daemon_memory import DaemonMemory
 from ffserve.server.life.resize import Pages, Resizing
 from ffserve.server.life.restart import KeptMemory
 from ffserve.server.prepared.claims import Claims
-from ffserve.server.reading.io import Engines
+from ffserve.server.reading.engines import Engines
 from ffserve.server.reading.scheduler import Scheduler
 from ffserve.server.reading.statistics import Statistics
 from ffserve.server.sessions.job_table import JobTable

@@ -29,7 +29,7 @@ import numpy as np
 from ffserve.config import USER_FILE_SYSTEMS, CommonName
 from ffserve.disk.files import os_error
 from ffserve.dtypes import Bools, Int32s, Int64s
-from ffserve.engine.opening import (
+from ffserve.engine.many_files import (
     KIND_BITS,
     States,
     flags_and_types,

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from ffserve.engine.opening import close_fds
+from ffserve.engine.many_files import close_fds
 from ffserve.limits import CLOSING_THREADS
 from ffserve.protocol import MOST_FILES
 from ffserve.server.users.shares import User

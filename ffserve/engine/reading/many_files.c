@@ -1,4 +1,4 @@
-/* See opening.h. */
+/* See many_files.h. */
 #define _GNU_SOURCE /* O_PATH */
 #include <errno.h>
 #include <fcntl.h>
@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 #include "io.h"
-#include "opening.h"
+#include "many_files.h"
 
 #define ACL "system.posix_acl_access"
 

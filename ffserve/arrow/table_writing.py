@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from ffserve import formats
 from ffserve.arrow import hive
 from ffserve.arrow.columns import Place, byte_strings, check_schema, encode
-from ffserve.arrow.options import RecordType
-from ffserve.arrow.staging import Attempt, OutputJob, StagedFile
+from ffserve.arrow.record_types import RecordType
+from ffserve.arrow.staged_output import Attempt, OutputJob, StagedFile
 from ffserve.errors import UsageError
 from ffserve.writer import Writer, create
 

@@ -22,7 +22,7 @@ from ffserve import formats
 from ffserve.disk import index_file
 from ffserve.disk.shardfile import open_shard, scanned_as
 from ffserve.dtypes import Int64s
-from ffserve.engine.opening import read_pieces, stat_fds
+from ffserve.engine.many_files import read_pieces, stat_fds
 from ffserve.errors import FFServeError, FormatError
 from ffserve.formats.base import (
     HEAD_SIZE,

@@ -29,7 +29,7 @@ from ffserve import formats
 from ffserve.arrow import hive
 from ffserve.arrow.columns import Inference, Place, check_schema, decode, records_at
 from ffserve.arrow.hive import DataFile
-from ffserve.arrow.options import RecordType
+from ffserve.arrow.record_types import RecordType
 from ffserve.disk.files import is_compressed, open_regular, read_at_of
 from ffserve.dtypes import Bytes
 from ffserve.engine import codec
@@ -38,7 +38,7 @@ from ffserve.engine.example import ExampleRecords
 from ffserve.errors import FFServeError, FormatError, UsageError
 from ffserve.formats.base import CHECKSUM_CRC32C, HEAD_SIZE, ReadAt
 from ffserve.formats.tfstream import compression_of
-from ffserve.store.opening import parsed
+from ffserve.store.object_tables import parsed
 from ffserve.store.origin import ObjectVersion
 from ffserve.store.ranges import RangedObject
 from ffserve.system.socket_path import find_socket

@@ -28,10 +28,10 @@ from ffserve.dtypes import Bytes, Int64s
 from ffserve.errors import FFServeError
 from ffserve.reads import chunks
 from ffserve.reads.fetched import FetchingEngine
-from ffserve.reads.opening import How, Tables
 from ffserve.reads.records import BatchEngine
+from ffserve.reads.shard_tables import How, Tables
 from ffserve.store.fetching import NOW, Threads, identity_of
-from ffserve.store.opening import parsed
+from ffserve.store.object_tables import parsed
 from ffserve.store.origin import ObjectVersion
 from ffserve.store.ranges import RangedObject
 from ffserve.store.urls import is_url

@@ -18,11 +18,11 @@ from ray.data.extensions import (
 
 from ffserve import formats
 from ffserve.arrow import hive
-from ffserve.arrow.options import check_compression, record_type_of
-from ffserve.arrow.staging import Mode, OutputJob, StagedFile
-from ffserve.arrow.writing import TableOutput, write_task
+from ffserve.arrow.record_types import check_compression, record_type_of
+from ffserve.arrow.staged_output import Mode, OutputJob, StagedFile
+from ffserve.arrow.table_writing import TableOutput, write_task
 from ffserve.errors import FFServeError, UsageError
-from ffserve.ray.failures import of_user, plain_error
+from ffserve.ray.task_errors import of_user, plain_error
 
 _MODES: dict[str, Mode] = {
     "error": "error",

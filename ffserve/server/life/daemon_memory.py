@@ -20,7 +20,7 @@ from ffserve.errors import ReadError
 from ffserve.limits import LEAST_ORDERS_SIZE, ORDERS_SHARE
 from ffserve.server.life.restart import PAGE_NAME, KeptMemory, terms_of
 from ffserve.server.users.peers import namespace_marks
-from ffserve.system.machine import usable_memory
+from ffserve.system.machine_memory import usable_memory
 from ffserve.system.memfd import SharedMemory
 
 

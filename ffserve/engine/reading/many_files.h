@@ -1,4 +1,4 @@
-/* Opening: system calls on many files in one call.
+/* System calls on many files in one call.
  *
  * A data set may have ten thousand files. Each function goes through its files in order. Those that
  * return int64_t return how many files were done: fewer than n if one failed, and *error is its

@@ -25,11 +25,11 @@ from ffserve.dtypes import Int32s, Int64s
 from ffserve.engine.io import MERGED_GAP, MERGED_SIZE, DirectReply, Engine, EngineBatch
 from ffserve.engine.shm import NOWHERE
 from ffserve.errors import STATUS_CHECKSUM, ChecksumError, ReadError
-from ffserve.reads.damage import WrongRecord
 from ffserve.reads.records import outcome_of
+from ffserve.reads.second_read import WrongRecord
 from ffserve.server.files.remote import RemoteShard
 from ffserve.server.prepared.copying import Copier
-from ffserve.server.reading.chunks import ChunkLoader
+from ffserve.server.reading.chunk_loader import ChunkLoader
 from ffserve.server.reading.damage import SecondReader, WrongSample
 from ffserve.server.reading.devices import Device, Devices
 from ffserve.server.reading.fetches import BlockGate, Fetches, WaitingLoad

@@ -12,12 +12,12 @@ import ray
 from ray.data.block import BlockAccessor, BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 
-from ffserve.arrow import hive, reading
+from ffserve.arrow import hive, table_reading
 from ffserve.arrow.hive import DataFile
-from ffserve.arrow.options import check_sampling, record_type_of
-from ffserve.arrow.reading import FilePiece, RecordTable
+from ffserve.arrow.record_types import check_sampling, record_type_of
+from ffserve.arrow.table_reading import FilePiece, RecordTable
 from ffserve.errors import FFServeError, UsageError
-from ffserve.ray.failures import of_user
+from ffserve.ray.task_errors import of_user
 from ffserve.reader import check_options
 
 TASK_SIZE, SMALL_TASK_SIZE = 64 << 20, 4 << 20
@@ -50,9 +50,9 @@ def read(
     base = None if base_path is None else os.fspath(base_path)
     names = [os.fspath(path) for path in paths]
     files = hive.find_files(names, base)
-    table = RecordTable(format or reading.format_of(files), kind, on_error == "skip", server)
+    table = RecordTable(format or table_reading.format_of(files), kind, on_error == "skip", server)
     if schema is None:
-        schema = reading.infer_schema(table, files, ratio=ratio, merge=merge_schema)
+        schema = table_reading.infer_schema(table, files, ratio=ratio, merge=merge_schema)
         if not len(schema):
             raise UsageError(
                 "no schema: there are no files with columns",
@@ -61,7 +61,7 @@ def read(
             )
     if columns is not None:
         schema = _chosen(schema, columns)
-    reading.check_read(table, schema, files)
+    table_reading.check_read(table, schema, files)
     count = parallelism if parallelism > 0 else _task_count(files)
     source = FFServeDatasource(table, schema, _groups(table, files, count))
     return ray.data.read_datasource(source, override_num_blocks=max(1, source.task_count))
@@ -97,7 +97,7 @@ def _groups(table: RecordTable, files: Sequence[DataFile], count: int) -> list[l
     groups: list[list[FilePiece]] = [[] for _ in range(count)]
     at = 0
     for file in files:
-        for piece in reading.pieces_of(table, file, limit):
+        for piece in table_reading.pieces_of(table, file, limit):
             middle = at + piece.size // 2
             groups[min(count - 1, middle * count // max(1, total))].append(piece)
             at += piece.size
@@ -160,7 +160,7 @@ def _reading(
         empty = True
         try:
             for piece in group:
-                for batch in reading.batches(table, piece, schema, skipped):
+                for batch in table_reading.batches(table, piece, schema, skipped):
                     empty = False
                     yield _block(batch)
         except FFServeError as error:

@@ -25,8 +25,8 @@ from benchmarks.harness.measuring import held_in_memory
 from ffserve.engine.codec import checksum
 from ffserve.engine.io import buffered
 from ffserve.errors import STATUS_CHECKSUM, STATUS_TRUNCATED, ChecksumError, FFServeError
-from ffserve.reads import damage as second_read
-from ffserve.reads.damage import right_status, second_reads
+from ffserve.reads import second_read
+from ffserve.reads.second_read import right_status, second_reads
 
 SIZE, COUNT, BAD = 6000, 40, 7
 FAR = 0.85

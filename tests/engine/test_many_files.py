@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ffserve.engine import opening
+from ffserve.engine import many_files
 from ffserve.engine.io import Engine, open_direct, open_direct_all
 from ffserve.errors import FFServeError
 
@@ -23,8 +23,8 @@ def paths(tmp_path: Path) -> list[str]:
     return [str(path) for path in found]
 
 
-def descriptors(paths: list[str]) -> opening.Int32s:
-    fds, error = opening.open_paths(paths, os.O_RDONLY | os.O_CLOEXEC)
+def descriptors(paths: list[str]) -> many_files.Int32s:
+    fds, error = many_files.open_paths(paths, os.O_RDONLY | os.O_CLOEXEC)
     assert error is None and len(fds) == len(paths)
     return fds
 
@@ -44,15 +44,15 @@ def test_states(paths: list[str], tmp_path: Path) -> None:
     truth = [expected(os.stat(path)) for path in paths]
     fds, directory = descriptors(paths), os.open(tmp_path, os.O_PATH)
     try:
-        states, error = opening.stat_paths([*paths, str(tmp_path / "link")])
+        states, error = many_files.stat_paths([*paths, str(tmp_path / "link")])
         assert error is None and [as_python(row) for row in states] == [*truth, truth[3]]
-        states, error = opening.stat_fds(fds)
+        states, error = many_files.stat_fds(fds)
         assert error is None and [as_python(row) for row in states] == truth
-        states, error = opening.stat_names(directory, names)
+        states, error = many_files.stat_names(directory, names)
         assert error is None and [as_python(row) for row in states[:-1]] == truth
-        assert states[-1]["mode"] & opening.KIND_BITS == stat.S_IFLNK
+        assert states[-1]["mode"] & many_files.KIND_BITS == stat.S_IFLNK
     finally:
-        opening.close_fds(fds)
+        many_files.close_fds(fds)
         os.close(directory)
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(int(fds[0]))
@@ -61,35 +61,35 @@ def test_states(paths: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize("gone", [0, 7, 19])
 def test_what_was_done_before_an_error(gone: int, paths: list[str]) -> None:
     os.unlink(paths[gone])
-    states, error = opening.stat_paths(paths)
+    states, error = many_files.stat_paths(paths)
     assert len(states) == gone and error is not None and error.errno == errno.ENOENT
-    fds, error = opening.open_paths(paths, os.O_RDONLY | os.O_CLOEXEC)
+    fds, error = many_files.open_paths(paths, os.O_RDONLY | os.O_CLOEXEC)
     assert len(fds) == gone and error is not None and error.errno == errno.ENOENT
-    again, error = opening.open_again(np.append(fds, np.int32(-1)), os.O_RDONLY)
+    again, error = many_files.open_again(np.append(fds, np.int32(-1)), os.O_RDONLY)
     assert len(again) == gone and error is not None
-    opening.close_fds(fds)
-    opening.close_fds(again)
-    for call in (opening.stat_fds, opening.flags_and_types):
+    many_files.close_fds(fds)
+    many_files.close_fds(again)
+    for call in (many_files.stat_fds, many_files.flags_and_types):
         assert call(np.array([-1], np.int32))[-1].errno == errno.EBADF  # type: ignore[union-attr]
 
 
 def test_names_that_no_file_can_have(paths: list[str]) -> None:
     with pytest.raises(ValueError):
-        opening.stat_paths([paths[0], "a\0b"])
+        many_files.stat_paths([paths[0], "a\0b"])
     with pytest.raises(ValueError):
-        opening.open_paths(["a\0b"], os.O_RDONLY)
+        many_files.open_paths(["a\0b"], os.O_RDONLY)
 
 
 def test_flags(paths: list[str]) -> None:
-    fds, _ = opening.open_paths(paths, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    fds, _ = many_files.open_paths(paths, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        flags, types, error = opening.flags_and_types(fds)
+        flags, types, error = many_files.flags_and_types(fds)
         assert error is None and (flags & os.O_NONBLOCK).all() and len(set(types.tolist())) == 1
-        opening.clear_flags(fds, os.O_NONBLOCK)
-        assert not (opening.flags_and_types(fds)[0] & os.O_NONBLOCK).any()
-        assert not opening.have_acls(fds).any()
+        many_files.clear_flags(fds, os.O_NONBLOCK)
+        assert not (many_files.flags_and_types(fds)[0] & os.O_NONBLOCK).any()
+        assert not many_files.have_acls(fds).any()
     finally:
-        opening.close_fds(fds)
+        many_files.close_fds(fds)
 
 
 @pytest.mark.parametrize("most", [1, 999, 1000, 5000])
@@ -99,23 +99,23 @@ def test_heads(most: int, paths: list[str]) -> None:
     try:
         sizes = np.array([os.path.getsize(path) for path in paths], np.int64)
         os.truncate(paths[5], 3)
-        heads, got, error = opening.read_pieces(fds, sizes, most)
+        heads, got, error = many_files.read_pieces(fds, sizes, most)
         assert error is None
         for k, path in enumerate(paths):
             content = Path(path).read_bytes()[:most]
             assert heads[k, : got[k]].tobytes() == content and got[k] == len(content)
         begins = np.maximum(sizes - 7, 0)
-        tails, got, error = opening.read_pieces(fds, sizes, most, begins)
+        tails, got, error = many_files.read_pieces(fds, sizes, most, begins)
         assert error is None
         for k, path in enumerate(paths):
             content = Path(path).read_bytes()[begins[k] :][:most]
             assert tails[k, : got[k]].tobytes() == content
         os.truncate(paths[5], 2000)
         closed = np.append(fds[:5], np.int32(-1))
-        _, got, error = opening.read_pieces(closed, sizes, most)
+        _, got, error = many_files.read_pieces(closed, sizes, most)
         assert len(got) == 5 and error is not None and error.errno == errno.EBADF
     finally:
-        opening.close_fds(fds)
+        many_files.close_fds(fds)
 
 
 def test_direct_io_of_many_files_is_that_of_each(paths: list[str]) -> None:
@@ -128,13 +128,15 @@ def test_direct_io_of_many_files_is_that_of_each(paths: list[str]) -> None:
         rows = zip(given.tolist(), opened.tolist(), alignments.tolist(), strict=True)
         for fd, one, alignment in rows:
             alone, right = open_direct(fd)
-            flags = [opening.flags_and_types(np.array([f], np.int32))[0][0] for f in (one, alone)]
+            flags = [
+                many_files.flags_and_types(np.array([f], np.int32))[0][0] for f in (one, alone)
+            ]
             assert flags[0] == flags[1] and alignment == right
             assert os.path.sameopenfile(one, fd) or os.fstat(one).st_ino == os.fstat(fd).st_ino
             os.close(alone)
     finally:
-        opening.close_fds(opened)
-        opening.close_fds(given)
+        many_files.close_fds(opened)
+        many_files.close_fds(given)
     count = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError):
         open_direct_all(np.array([1 << 20], np.int32))
@@ -156,4 +158,4 @@ def test_numbers_of_files_in_an_engine_are_used_again(paths: list[str]) -> None:
                 engine.add_files(fds, 3 * ones)
             assert engine.add_file(int(fds[0]), 1) == 22
     finally:
-        opening.close_fds(fds)
+        many_files.close_fds(fds)

@@ -21,10 +21,10 @@ import numpy as np
 from ffserve import formats, protocol
 from ffserve.disk import index_file
 from ffserve.disk.files import REGULAR_FLAGS, open_regular, os_error
-from ffserve.engine.opening import KIND_BITS, close_fds, open_paths, stat_fds, stat_paths
+from ffserve.engine.many_files import KIND_BITS, close_fds, open_paths, stat_fds, stat_paths
 from ffserve.errors import FFServeError, ReadError
 from ffserve.formats.base import needs_scan
-from ffserve.store.access import collect
+from ffserve.store.credentials import collect
 from ffserve.store.origin import ObjectVersion
 from ffserve.store.urls import is_url
 

@@ -1,7 +1,7 @@
 """System calls on many files in one call: a data set may have ten thousand of them.
 
-The Python face of reading/opening.h. The GIL is released during every call. A function that meets
-an error returns what it has done so far, and the error, for the caller to name the file.
+The Python face of reading/many_files.h. The GIL is released during every call. A function that
+meets an error returns what it has done so far, and the error, for the caller to name the file.
 """
 
 from __future__ import annotations
