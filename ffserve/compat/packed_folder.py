@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.compat.ffrecord import FileNameError, FileReader
-from ffserve.errors import FormatError, UsageError
+from ffserve.compat.ffrecord import FileReader
+from ffserve.errors import FileNameError, FormatError, UsageError
 from ffserve.folders import folder_index, folder_packing
 from ffserve.folders.folder_index import Folder
 from ffserve.system import parallel
@@ -172,10 +172,7 @@ def pack_folder(
             "not a directory", path=os.fsdecode(folder), hint="give an existing directory"
         )
     tree = folder_packing.scan([os.fsdecode(folder)], os.fsdecode(out))
-    try:
-        name = folder_packing.checked_output(out)
-    except UsageError as error:
-        raise FileNameError(error.message, path=error.path, hint=error.hint) from None
+    name = folder_packing.checked_output(out)
     folder_packing.write_shard(name, tree, parallel.no_progress, print if verbose else None)
 
 
