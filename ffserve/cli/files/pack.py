@@ -44,10 +44,10 @@ def pack(paths: tuple[str, ...], out: str, shards: int, jobs: int, as_json: bool
       ffserve pack photos/ -o /data/photos --shards 64 --jobs 8
       ffserve cat photos.ffr cats/tom.jpg > tom.jpg
     """
-    from ffserve.folders import folder_packing
+    from ffserve import folders as packed_folders
 
     with progress("packing", total_size(paths), as_bytes=True) as shown:
-        written = folder_packing.pack(
+        written = packed_folders.pack(
             paths, out, shards=shards, jobs=jobs, progress=lambda _count, size: shown.advance(size)
         )
     if as_json:
