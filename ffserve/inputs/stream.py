@@ -1,10 +1,11 @@
 """STREAM: the lines or samples of a worker's share, for the standard input of its program.
 
 The files of an alias are cut into splits as Hadoop's FileInputFormat cuts them: a file of up to 1.1
-times `SPLIT_SIZE` is one, a larger one has more, compressed text is never cut. A line belongs to
-the split in which it begins. The splits go to the workers in contiguous runs, the first n mod m of
-m workers get one more. Record files give samples, which `ffserve.open` reads and checks; all others
-are text. Bytes pass unchanged; only a missing line end at the end of a file is added.
+times `SPLIT_SIZE` is one split, a larger file has several, and compressed text is never cut. A line
+belongs to the split in which it begins. The n splits go to the m workers in contiguous runs; the
+first n mod m workers get one split more. Record files give samples, which `ffserve.open` reads and
+checks; all others are text. Bytes pass unchanged; only a missing line end at the end of a file is
+added.
 
 A shuffle takes the share of an alias in pieces of about 1 MiB in random order, and mixes the lines
 or samples of every `WINDOW_SIZE` bytes, or `WINDOW_COUNT` of them; a smaller share is shuffled as
@@ -39,7 +40,6 @@ from ffserve.store.public import check_store, error_of, literal, shown
 Framing = Literal["lines", "length"]
 
 SPLIT_SIZE = 128 << 20
-_SLOP = 0.1
 PIECE_SIZE = 1 << 20
 WINDOW_SIZE, WINDOW_COUNT = 32 << 20, 1 << 20
 READ_SIZE = 1 << 20
@@ -63,7 +63,7 @@ def splits_of(files: Sequence[InputFile]) -> list[Split]:
     """Return the splits of the files of an alias, in order."""
     found = []
     for file in files:
-        parts = max(1, math.ceil(file.size / SPLIT_SIZE - _SLOP))
+        parts = max(1, math.ceil(file.size / SPLIT_SIZE - 0.1))
         if parts > 1 and _is_compressed(file):
             parts = 1
         found += [Split(file, part, parts) for part in range(parts)]
@@ -82,7 +82,7 @@ def _is_compressed(file: InputFile) -> bool:
 
 
 def is_record_file(file: InputFile) -> bool:
-    """Whether a file is one of records: by its first bytes, else by its suffix."""
+    """Whether a file contains records, by its first bytes, or else by its suffix."""
     with _reading(file), contextlib.closing(open_file(file)) as stream:
         head = stream.read(HEAD_SIZE)
     size = max(file.size, len(head))

@@ -719,6 +719,7 @@ def held_size(node: Node, first: int, count: int) -> int:
     return int(lengths[node.resident(numbers)].sum())
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("before", "after"),
     [(a, b) for a in ("small", "images", "large") for b in ("small", "images", "large") if a != b],

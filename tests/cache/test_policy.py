@@ -523,6 +523,7 @@ EPOCHS = {"a quarter of the ranks": (12, 12), "two, 1:0.6": (3, 3)}
 unequal pace meet again after three epochs of the slower and five of the faster."""
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("kind", "share"),
     [
@@ -539,6 +540,7 @@ def test_a_few_cells_beside_belady(kind: str, share: float) -> None:
     assert best - 0.015 <= result.hit_rate <= best + 0.001
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("job_count", (1, 2))
 def test_samples_of_64_kib_hit_three_points_less_than_the_bytes_of_the_arena_allow(
     job_count: int,

@@ -75,6 +75,7 @@ def test_without_fio_the_disk_is_compared_but_not_judged(tmp_path: Path) -> None
     assert any("apt-get install fio" in note for note in result["notes"])
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

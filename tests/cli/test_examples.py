@@ -42,6 +42,7 @@ def data(tmp_path: Path) -> Path:
     return directory
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("suffix", ["ffr", "recordio", "tfrecord"])
 def test_read_and_write(suffix: str, tmp_path: Path) -> None:
     said = run("read_and_write", tmp_path / f"a.{suffix}", "--count", "20")

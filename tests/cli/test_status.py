@@ -196,7 +196,7 @@ def test_a_report_of_an_unknown_release_is_an_error_and_not_a_traceback(
     with daemon.open(path):
         facts = daemon.status()
     for key in ("arena", "jobs", "cache"):
-        with pytest.raises(ProtocolError, match="another form"):
+        with pytest.raises(ProtocolError, match="a daemon of another release"):
             overview({name: value for name, value in facts.items() if name != key})
     last = {
         key: value

@@ -269,6 +269,7 @@ class TestReader:
         assert np.array_equal(order, np.arange(30 * count))
         assert np.array_equal(order, np.concatenate([whole for _, whole in requests]))
 
+    @pytest.mark.check
     def test_iterations_that_are_given_up_leave_nothing(self, reader: ffserve.Reader) -> None:
         before = resident_size()
         for _ in range(300):
@@ -404,6 +405,7 @@ class TestReader:
 
     # ---- processes -------------------------------------------------------------------------
 
+    @pytest.mark.check
     @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
     def test_other_processes(self, reader: ffserve.Reader, method: str) -> None:
         context: Any = multiprocessing.get_context(method)

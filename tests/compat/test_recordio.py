@@ -47,6 +47,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], str
     }  # fmt: skip
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("way", WAYS)
 def test_samples_are_what_was_written(
     way: tuple[str, str], files: dict[tuple[str, str], str], server: str
@@ -155,6 +156,7 @@ def test_damaged_chunk_fails_only_its_own_samples(server: str, tmp_path: Path) -
         assert [error.index for error in reader.damaged] == sorted(lost)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("way", [("py", "snappy"), ("go", "none")])
 def test_any_bit_of_a_header_flipped(way: tuple[str, str], server: str, tmp_path: Path) -> None:
     words = [b"a", b"", b"bc" * 9, b"d" * 40]

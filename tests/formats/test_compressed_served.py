@@ -97,6 +97,7 @@ def test_read_at_random_by_the_daemon_and_without(daemon: Daemon, path: str) -> 
     assert daemon.cache()["failed"] == 0
 
 
+@pytest.mark.check
 async def test_awaited(daemon: Daemon, path: str) -> None:
     for server in (daemon.socket, "off"):
         async with ffserve.aio.open(path, server=server) as reader:
@@ -169,6 +170,7 @@ def test_every_flipped_byte_of_an_index_file_is_noticed(tmp_path: Path, passes: 
         assert passes == [path] and Path(place).read_bytes() == whole, "made anew"
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("source", ["daemon", "off"])
 def test_records_replaced_in_place_make_the_index_anew(tmp_path: Path, source: str) -> None:
     """As with other index files: size and time are kept, both ends of the file as well."""
@@ -309,6 +311,7 @@ def test_a_damaged_chunk_of_three_was_called_a_stale_index(
 # ---- users of readers ----------------------------------------------------------------------------
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torch_loader(
     daemon: Daemon, path: str, workers: int, monkeypatch: pytest.MonkeyPatch

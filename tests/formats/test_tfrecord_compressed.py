@@ -58,6 +58,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.check
 @pytest.mark.usefixtures("small_spans")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_chunk_is_decoded_alone_and_in_any_order(kind: str) -> None:
@@ -111,6 +112,7 @@ def test_no_records_and_empty_members() -> None:
 # ---- windows -------------------------------------------------------------------------------------
 
 
+@pytest.mark.check
 @pytest.mark.usefixtures("small_spans")
 @pytest.mark.parametrize("kind", KINDS)
 def test_window_has_what_is_referred_to_and_nothing_else(kind: str) -> None:

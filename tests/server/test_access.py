@@ -304,7 +304,7 @@ def test_only_files_below_the_roots_are_served(tmp_path: Path) -> None:
         )
         done = run_python(program, bad, daemon.socket)
         assert done.stdout.startswith("b'bad' engine ")
-        assert done.stderr.count("reading without the daemon") == 1
+        assert done.stderr.count("reads the files without the daemon") == 1
 
 
 # ---- descriptors that the daemon does not take ---------------------------------------------------
@@ -376,6 +376,7 @@ with support.Raw(sys.argv[2]) as raw:
     assert "file system (0x9fa0)" in reads("/", daemon, ALICE, program=program)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(("announced", "sent"), [(1, 2), (2, 1), (0, 1), (253, 1), (3, 253)])
 def test_another_number_of_descriptors_than_announced(
     daemon: Daemon, folder: Path, announced: int, sent: int
@@ -449,6 +450,7 @@ def test_a_proxy_that_passes_no_descriptors(daemon: Daemon, folder: Path, tmp_pa
     until(lambda: daemon.fd_count() <= before + 2, "nothing is held but the shard")
 
 
+@pytest.mark.check
 def test_a_client_that_never_answers_blocks_no_other_opening(folder: Path) -> None:
     path = write(folder / "silent.ffr", TRUTH)
     patch = (

@@ -302,6 +302,7 @@ def test_each_replacement_of_a_served_file_left_its_shard_in_the_tables(
         assert daemon.cache()["blocks_read"] == read, "the file of today is still in memory"
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("way", ["rewritten", "renamed", "deleted"])
 def test_a_file_that_was_replaced_when_it_was_closed_already(tmp_path: Path, way: str) -> None:
     """It is known by its name when the next one is opened."""

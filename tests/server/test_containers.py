@@ -26,7 +26,7 @@ COUNT = 120
 SIZE = 3000
 OPEN = ["--socket-mode", "0666"]
 REFUSED = r"io_uring is not used \(.*\): reading with \w+"
-UNKNOWN = "the daemon does not see in which container its clients are, since .*"
+UNKNOWN = "the daemon cannot tell the containers of its clients apart, since .*"
 READ = """
 import hashlib
 with ffserve.open(sys.argv[2], server=sys.argv[1]) as reader:

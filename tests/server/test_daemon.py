@@ -219,7 +219,8 @@ def test_a_daemon_that_accepts_no_client_is_reported(
         waiting.connect(str(tmp_path / "s"))
         with ffserve.open(file) as reader:
             assert reader.source.startswith("engine") and bytes(reader[0]) == b"one"
-    assert "reading without the daemon" in caplog.text and "daemon is stopped" in caplog.text
+    assert "reads the files without the daemon" in caplog.text
+    assert "daemon is stopped" in caplog.text
     caplog.clear()
 
 
@@ -486,6 +487,7 @@ def three_files(folder: Path) -> list[str]:
     return [write(folder / f"{name}.ffr", [name.encode()]) for name in ("first", "served", "fresh")]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("way", ["renamed", "deleted", "rewritten"])
 @pytest.mark.parametrize("server", ["daemon", "off"])
 def test_a_fork_after_a_served_file_was_replaced_failed(
@@ -714,6 +716,7 @@ threading.Event().wait()
         everything_is_given_back(daemon)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "last",
     [
@@ -969,7 +972,7 @@ def test_a_socket_without_permission_is_reported_once() -> None:
         )
         ended = run_python(program, path, daemon.socket)
     assert ended.stdout.startswith("engine ")
-    assert ended.stderr.count("reading without the daemon") == 1, ended.stderr
+    assert ended.stderr.count("reads the files without the daemon") == 1, ended.stderr
 
 
 def test_a_missing_root_is_reported_at_the_start(tmp_path: Path) -> None:
@@ -1022,6 +1025,7 @@ def test_the_end_of_a_session_was_counted_twice(path: str) -> None:
         assert "already serves 8 sessions" in str(late.refused())
 
 
+@pytest.mark.check
 def test_each_end_of_the_last_session_of_a_user_left_memory_behind(daemon: Daemon) -> None:
     """A `status` every second took 100 MB a day."""
     for _ in range(200):

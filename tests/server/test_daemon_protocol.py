@@ -847,9 +847,10 @@ def test_auto_reads_without_a_daemon_that_breaks_the_protocol(hostile: Hostile, 
     )
     done = run_python(program, path, hostile.socket)
     assert done.stdout.startswith(f"{sample(0)!r} engine ")
-    assert done.stderr.count("reading without the daemon") == 1
+    assert done.stderr.count("reads the files without the daemon") == 1
 
 
+@pytest.mark.check
 def test_surplus_descriptors_of_a_welcome_are_closed(hostile: Hostile, path: str) -> None:
     def flood(sock: socket.socket, message: protocol.Message) -> None:
         whole = protocol.encode(protocol.Welcome(hostile.about))

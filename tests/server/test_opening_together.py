@@ -78,6 +78,7 @@ def facts(reader: ffserve.Reader, *, lengths: bool) -> list[Any]:
     return [reader.shards, [(o, n if lengths else None, c) for o, n, c in tables]]
 
 
+@pytest.mark.check
 def test_files_of_all_kinds_in_one_data_set(daemon: Daemon, tmp_path: Path) -> None:
     """In any order; each is what it is without a daemon."""
     paths = of_all_kinds(tmp_path) + [write(tmp_path / f"{k}.ffr", [b"%d" % k]) for k in range(40)]
@@ -105,6 +106,7 @@ def many(folder: Path, name: str, count: int) -> list[str]:
     return list(map(str, paths))
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name", ["a.ffr", "a.tfrecord", "a.recordio"])
 @pytest.mark.parametrize("fault", ["cut", "changed", "no format", "missing", "pipe"])
 def test_one_of_many_is_not_in_order(name: str, fault: str, daemon: Daemon, tmp_path: Path) -> None:

@@ -194,6 +194,7 @@ def test_who_waits_gets_the_claims_of_who_stops(daemon: Daemon, path: str, how: 
         assert other.claimed() == [YOURS, YOURS]
 
 
+@pytest.mark.check
 def test_claims_of_a_worker_that_hangs_end(path: str) -> None:
     patch = "from ffserve.server.prepared import claims\nclaims.CLAIM_S = 0.1"
     with (

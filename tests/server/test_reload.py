@@ -126,6 +126,7 @@ def test_new_settings_keep_what_is_in_memory(tmp_path: Path) -> None:
         assert "changed: roots, arena, max_sessions, drain_timeout, log_level" in daemon.text()
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("text", "failure"),
     [

@@ -221,6 +221,7 @@ def test_a_killed_client_does_not_delay_a_resize(path: str) -> None:
             holder.communicate()
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("size", "said"),
     [

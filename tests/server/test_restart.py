@@ -152,7 +152,7 @@ def test_auto_reads_without_the_daemon_warns_once_and_returns(path: str) -> None
         both = f"1 daemon {daemon.socket} daemon {daemon.socket}\n"
         until(lambda: read() == both, "both readers use the daemon again")
         _, err = process.communicate()
-        assert err.count("the daemon went away, reading without it") == 1, err
+        assert err.count("the daemon went away, so this process reads the files") == 1, err
         assert len(err.splitlines()) == 1, err
 
 
@@ -259,7 +259,7 @@ def test_a_stopped_daemon_counts_as_lost(path: str, monkeypatch: pytest.MonkeyPa
             with stopped(daemon.pid):
                 out, err = client.communicate("go\n", timeout=DEADLINE_S)
             assert out == f"daemon {daemon.socket} 1000 engine {out.split()[-1]}\n", (out, err)
-            assert "reading without it" in err
+            assert "reads the files without it" in err
 
 
 BUSY = """
@@ -290,7 +290,8 @@ def test_a_daemon_with_a_late_welcome_was_left_for_ever_without_a_warning(
         assert out == f"1 daemon {daemon.socket} False\n"
         [line] = err.splitlines()
         assert line.startswith(
-            f"WARNING reading without the daemon: {daemon.socket}: the handshake "
+            "WARNING this process reads the files without the daemon: "
+            f"{daemon.socket}: the handshake "
         )
         assert "server='require'" in line
 

@@ -40,6 +40,7 @@ def scrubbed(daemon: Daemon) -> dict[str, Any]:
     return {**facts["scrub"], "damaged": shard["damaged"]}
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("damaged", FORMATS, indirect=True)
 def test_an_idle_daemon_finds_damage(damaged: str) -> None:
     with serving(options=["--scrub-rate", "100MiB"], patch=SOON) as daemon, daemon.open(damaged):

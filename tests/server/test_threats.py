@@ -308,6 +308,7 @@ def test_a_descriptor_of_another_file_than_asked_is_that_file(daemon: Daemon) ->
         assert sample_of(raw, welcome, raw.open(named, tag=3), 4) == TRUTH[3]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("size", [0, 5, 200, 10_000])
 def test_a_file_that_is_cut_between_opening_and_passing(daemon: Daemon, size: int) -> None:
     path = write(daemon.directory / "cut.ffr", TRUTH)

@@ -313,4 +313,4 @@ def test_a_daemon_of_two_versions_before_is_named(file: str) -> None:
         program = f"import os, sys\nos.environ['FFSERVE_SOCKET'] = sys.argv[2]\n{program}"
         done = run_python(program, file, daemon.socket)
         assert done.stdout == 2 * "[0, 1, 2, 3, 4]\n"
-        assert "reading without the daemon: upgrade the daemon (ffserve" in done.stderr
+        assert "the files without the daemon: upgrade the daemon (ffserve" in done.stderr

@@ -486,7 +486,7 @@ def test_files_that_are_not_what_they_should_be(
     [
         ("magic", 0, "begins with other bytes"),
         ("slabs", 1 << 40, "invalid sizes"),
-        ("slabs", 3, "is not what 3 slabs need"),
+        ("slabs", 3, "does not fit its 3 slabs"),
         ("slab_size", 12345, "invalid sizes"),
         ("capacity", 3, "invalid sizes"),
         ("generation", 0, "invalid generation"),

@@ -109,7 +109,7 @@ def test_files_of_unknown_size(server: HttpOrigin, tmp_path: Path) -> None:
     server.cuts = 1 << 20
     with pytest.raises(ReadError, match=r"odd\.txt: the connection to the origin failed"):
         streamed(url)
-    with pytest.raises(ReadError, match="does not tell the size of the file"):
+    with pytest.raises(ReadError, match="does not report the size of the file"):
         fetching.listing(url)
 
 
@@ -149,7 +149,7 @@ def test_a_killed_run_is_continued(server: HttpOrigin, tmp_path: Path) -> None:
     server.rate = 40e6
     first = start(tmp_path / "run", "--input", url, *shell("touch started"))
     # A thread asks for a block when it has kept the one before.
-    until(lambda: len(server.spans) >= fetching.THREADS + 4, "four blocks are kept")
+    until(lambda: len(server.spans) >= fetching.ORIGIN_THREADS + 4, "four blocks are kept")
     first.send_signal(signal.SIGKILL)
     first.communicate()
     assert os.listdir(tmp_path / "run" / "input") == [], "an incomplete file has no name"
@@ -320,7 +320,7 @@ def test_a_stream_goes_on_where_it_was_cut(server: HttpOrigin) -> None:
 
 
 def test_a_changed_file_ends_a_stream(server: HttpOrigin, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "AHEAD_SIZE", 0)
+    monkeypatch.setattr(fetching, "MOST_READ_AHEAD", 0)
     url = server.put("a.txt", lines(1, 4 * SIZE))
     [listing] = find_inputs([url]).values()
     blocks = WorkerStream(

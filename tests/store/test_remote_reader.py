@@ -101,6 +101,7 @@ def plain(arrays: Any) -> list[bytes]:
 # ---- both ways -----------------------------------------------------------------------------------
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_every_format_reads_as_the_local_file(
     server: HttpOrigin, tmp_path: Path, way: str, case: int
@@ -503,7 +504,7 @@ def test_without_a_daemon_that_can_be_started_ranges_are_read_and_it_is_said_onc
             assert plain(reader.read(range(50))) == samples
             assert reader.stats()["unserved"]
     (line,) = caplog.messages
-    assert line.startswith("reading without a daemon, none could be started: ")
+    assert line.startswith("no daemon could be started, so this process reads the files itself: ")
     caplog.clear()
 
 

@@ -99,7 +99,7 @@ def test_processes_that_start_together_fetch_each_byte_once(
 def test_soonest_needed_first(
     server: HttpOrigin, fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetching, "THREADS", 1)
+    monkeypatch.setattr(fetching, "ORIGIN_THREADS", 1)
     monkeypatch.setattr(fetching, "FETCH_SIZE", BLOCK)
     file = opened(fetcher, server.put("a.bin", noise(60 * BLOCK)))
     server.stalled.set()
@@ -118,7 +118,7 @@ def test_soonest_needed_first(
 def test_neighbours_come_by_one_request(
     server: HttpOrigin, fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetching, "THREADS", 1)
+    monkeypatch.setattr(fetching, "ORIGIN_THREADS", 1)
     monkeypatch.setattr(fetching, "FETCH_SIZE", 8 * BLOCK)
     content = noise(40 * BLOCK + 9)
     file = opened(fetcher, server.put("a.bin", content))
@@ -191,7 +191,7 @@ def test_a_failing_origin_is_asked_by_one_thread_at_a_time(
             future.result(30)
         assert failed.value.path == f"{server.url}/a.bin"
     assert server.requests["GET"] - before < 60
-    assert "the origin does not answer, it is asked less" in caplog.text
+    assert "the origin does not answer, so it is asked less often" in caplog.text
     caplog.clear()
     server.status = 0
 
@@ -316,7 +316,7 @@ def test_a_full_disk_is_read_past(
     monkeypatch.setattr(file.stored, "publish", full)
     assert fetcher.content(file, 10, len(content)) == content[10:]
     assert server.sent["a.bin"] == len(content)
-    assert caplog.text.count("cannot write, reading past it") == 1
+    assert caplog.text.count("cannot write blocks, so reads pass the store") == 1
     caplog.clear()
     assert not file.stored.state.words.any()
 

@@ -114,6 +114,7 @@ UNKNOWN = {
 }
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("own_generator", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
@@ -144,6 +145,7 @@ def test_the_loop_sees_what_torch_hands_out(
         assert trace(DataLoader, batch_size) == trace(torch.utils.data.DataLoader, batch_size)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("kind", ["shuffle", "random", "subset", "weighted", "distributed"])
 def test_workers_see_the_same(kind: str) -> None:
     def trace(loader_class: Any) -> list[Any]:
@@ -199,6 +201,7 @@ def test_any_random_sampler(n: int, count: int, seed: int) -> None:
 # What is announced
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_announced_is_what_is_handed_out(kind: str, num_workers: int) -> None:

@@ -45,6 +45,7 @@ class Gated(cases.Made):
         return [np.array(indices)]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("with_daemon", [False, True])
 @pytest.mark.parametrize("threads", [1, 4])
 def test_batches_arrive_in_order_and_share_nothing(

@@ -111,6 +111,7 @@ def test_tensors_over_one_memory_share_it_again_and_a_part_crosses_alone() -> No
     assert part.untyped_storage().nbytes() == 400
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(("start_method", "bundle"), [("fork", 1), ("fork", 3), ("forkserver", 3)])
 def test_raw_samples_are_writable_and_share_nothing(
     source: tuple[str, list[np.ndarray]], start_method: str, bundle: int
@@ -133,6 +134,7 @@ def test_raw_samples_are_writable_and_share_nothing(
     del batch, array
 
 
+@pytest.mark.check
 def test_arrays_that_share_memory_in_the_worker_do_not_share_it_here(
     source: tuple[str, list[np.ndarray]],
 ) -> None:
@@ -205,6 +207,7 @@ def test_a_torch_without_the_private_names_gives_the_same_batches(num_workers: i
     ]
 
 
+@pytest.mark.check
 def test_a_dataset_may_keep_what_it_read(source: tuple[str, list[np.ndarray]]) -> None:
     path, samples = source
     batches = lists_of(cases.Caching(path), batch_size=8, persistent_workers=True)
@@ -219,6 +222,7 @@ def test_a_dataset_may_keep_what_it_read(source: tuple[str, list[np.ndarray]]) -
     del batch, array, batches
 
 
+@pytest.mark.check
 def test_without_shared_memory_everything_arrives_through_the_queue(
     source: tuple[str, list[np.ndarray]],
 ) -> None:
@@ -233,6 +237,7 @@ def test_without_shared_memory_everything_arrives_through_the_queue(
 # Lifetime of batches
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("limit", [0, 1 << 20, 1 << 30])
 def test_batches_that_are_kept_stay_as_they_are(
     monkeypatch: pytest.MonkeyPatch, limit: int

@@ -322,7 +322,7 @@ def test_names_that_cannot_be_read_are_numbers(files: Path, tmp_path: Path) -> N
     path.write_bytes((files / "photos.ffr").read_bytes())
     damage(path, len(NAMES))
     with mounted(path) as view:
-        assert "go by number" in view.log()
+        assert "are named by number" in view.log()
         names = os.listdir(view.samples / "photos.ffr" / "0")
         assert len(names) == len(NAMES) + 1
 

@@ -48,7 +48,6 @@ from ffserve.system.socket_path import prepare_socket_directory
 log = logging.getLogger("ffserve")
 
 Action: TypeAlias = Callable[[], object]
-_STOPPING = (signal.SIGTERM, signal.SIGINT)
 STATUS_INTERVAL_S = 5.0
 """How often the service manager gets a line about the daemon, if it has changed."""
 IDLE_CHECK_S = 1.0
@@ -131,7 +130,7 @@ def serve(
 
 
 def file_limit_fault(most_files: int) -> UsageError | None:
-    """Return why no daemon can start with this limit on open files; None: one can."""
+    """Return why no daemon can start with this limit on open files; None if one can."""
     if most_files >= LEAST_FILES:
         return None
     return UsageError(
@@ -142,7 +141,7 @@ def file_limit_fault(most_files: int) -> UsageError | None:
 
 
 def common_fault(config: ServerConfig) -> UsageError | None:
-    """Return why this user's daemon cannot have the setting `common`; None: it can."""
+    """Return why this user's daemon cannot have the setting `common`; None if it can."""
     if config.common != "user" or not may_read_everything():
         return None
     return UsageError(
@@ -153,7 +152,7 @@ def common_fault(config: ServerConfig) -> UsageError | None:
 
 
 def memory_fault(config: ServerConfig, memory: int) -> UsageError | None:
-    """Return why the arena has no room in so many bytes of memory; None: it has."""
+    """Return why the arena does not fit into this much memory; None if it does."""
     if config.arena_size <= memory - OWN_SIZE:
         return None
     return UsageError(
@@ -171,7 +170,7 @@ class _DaemonSignals:
 
     def __init__(self) -> None:
         hangup = {signal.SIGHUP} if _has_terminal() else set()
-        self._stopping = self._wanted({*_STOPPING, *hangup})
+        self._stopping = self._wanted({signal.SIGTERM, signal.SIGINT, *hangup})
         self._reloading = self._wanted({signal.SIGHUP} - hangup)
         self._early: list[int] = []
         for number in self._stopping + self._reloading:
@@ -181,7 +180,7 @@ class _DaemonSignals:
         return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
 
     def attach(self, loop: asyncio.AbstractEventLoop, stop: Action, reload: Action) -> None:
-        """Call one of these for each signal, also for those that came before."""
+        """Call one of these for each signal, also for signals that came before."""
         for numbers, action in ((self._stopping, stop), (self._reloading, reload)):
             for number in numbers:
                 loop.add_signal_handler(number, action)
@@ -220,7 +219,7 @@ async def _run(
     state.pages.start()
     signals.attach(loop, stop.set, partial(_reload, server, load))
     _log_start(server)
-    # What was made until now stays: without it a whole collection is over in a part of the time.
+    # All objects made until now stay. Without them a full garbage collection takes much less time.
     gc.freeze()
     if config.engine == "auto" and (reason := ring_refusal(state.reading.engines.kind)):
         log.warning(

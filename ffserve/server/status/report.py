@@ -19,7 +19,7 @@ from ffserve.server.sessions.state import ServerState
 from ffserve.server.users.peers import Peer, Viewer, viewer_of
 
 STEP_ROWS = 64
-"""One step makes so many rows."""
+"""One step makes this many rows."""
 
 
 def status(state: ServerState, now: float, peer: Peer) -> Generator[None, None, dict[str, Any]]:

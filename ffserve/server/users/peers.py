@@ -50,7 +50,7 @@ class Peer:
 
     @property
     def owner(self) -> Owner:
-        """Whose proofs this peer shares."""
+        """The owner whose proofs this peer shares."""
         return self.uid, self.namespace
 
     @property
@@ -77,7 +77,8 @@ class Credentials(NamedTuple):
 
     @classmethod
     def of(cls, connection: socket.socket) -> Credentials:
-        """Return those with which the peer of a Unix socket connected, or began to listen."""
+        """Return the credentials with which the peer of a Unix socket connected, or began to
+        listen."""
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
         return cls(*_UCRED.unpack(raw)[:2])
 
