@@ -31,13 +31,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import Batch
+from ffserve import folders as packed_folders
 from ffserve import reader as readers
 from ffserve.convert.inputs import Grouped, InputSource, Tar, find_sources
 from ffserve.dataset.paths import PathLike
 from ffserve.disk.output import writing
 from ffserve.engine.codec import crc32c
 from ffserve.errors import ChecksumError, FFServeError, UsageError
-from ffserve.folders import folder_index
 from ffserve.reader import StreamReader
 from ffserve.system import parallel
 from ffserve.writer import Writer, create, flat, format_of
@@ -231,7 +231,7 @@ def _claim(directory: str, plan: str, names: set[str]) -> None:
 
 def _write(out: str, task: _ShardTask, report: parallel.Progress) -> tuple[int, int]:
     """Write one shard; return the number and total size of its records."""
-    top: folder_index.Folder = OrderedDict()
+    top: packed_folders.Folder = OrderedDict()
     reported = reported_size = size = 0
     written = _Digest()
     stops = [None if stop is None else stop - first for _, first, stop in task.runs]
@@ -261,7 +261,7 @@ def _write(out: str, task: _ShardTask, report: parallel.Progress) -> tuple[int, 
                     reported, reported_size = writer.count, size
         samples = writer.count
         if task.names:
-            writer.write(folder_index.encode(top))
+            writer.write(packed_folders.encode(top))
     report(samples - reported, size - reported_size)
     if task.verify:
         _compare(out, samples, written)
@@ -286,7 +286,7 @@ class _Digest:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _enter(top: folder_index.Folder, name: str, writer: Writer) -> None:
+def _enter(top: packed_folders.Folder, name: str, writer: Writer) -> None:
     *folders, last = name.split("/")
     node = top
     for part in folders:

@@ -19,12 +19,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from ffserve import Batch, example, formats
+from ffserve import folders as packed_folders
 from ffserve import reader as readers
 from ffserve.dataset.paths import PathLike, expand_paths
 from ffserve.disk.files import is_compressed, os_error, wrap_os_error
 from ffserve.errors import FFServeError, FormatError, ReadError, UsageError
-from ffserve.folders import folder_index
-from ffserve.folders.folder_packing import files_below, index_samples
+from ffserve.folders import files_below, index_samples
 from ffserve.formats import kind_of
 from ffserve.formats.base import HEAD_SIZE
 
@@ -92,7 +92,9 @@ class RecordFiles:
         for index in self._skipped:
             shard = last[index]
             sample = reader[index]
-            folder = folder_index.decode(sample.data, shard.count - 1, path=shard.path, index=index)
+            folder = packed_folders.decode(
+                sample.data, shard.count - 1, path=shard.path, index=index
+            )
             self._names.update(_flat_names(folder, shard.first))
 
     def records(self, first: int, stop: int | None) -> Iterator[Record | Batch]:

@@ -47,10 +47,10 @@ def pack(
       ffserve pack photos/ -o /data/photos --shards 64 --jobs 8
       ffserve cat photos.ffr cats/tom.jpg > tom.jpg
     """
-    from ffserve.folders import folder_packing
+    from ffserve import folders as packed_folders
 
     with progress("packing", total_size(paths), as_bytes=True) as shown:
-        written = folder_packing.pack(
+        written = packed_folders.pack(
             paths,
             out,
             shards=shards,
