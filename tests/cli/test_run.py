@@ -348,6 +348,7 @@ def test_the_failure_of_one_worker_ends_the_others(place: Path) -> None:
     assert out == "[2] saved\n" and time.monotonic() - begun < 30
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_signals_pass_through_once(place: Path, number: int) -> None:
     name = signal.Signals(number).name.removeprefix("SIG")

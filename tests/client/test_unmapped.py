@@ -172,6 +172,7 @@ def test_clients_that_could_take_samples_through_the_socket_are_served(
         assert raw.open(path).dataset == 1
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("payload", [["inline"], ["carrier pigeon"], [], "inline", None])
 def test_clients_that_take_samples_only_through_the_socket_are_told_what_to_do(
     payload: object,

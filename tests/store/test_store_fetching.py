@@ -73,6 +73,7 @@ def _read_all(url: str, directory: str, barrier: object, results: object) -> Non
     results.put((len(got), got[:100], got[-100:]))  # type: ignore[attr-defined]
 
 
+@pytest.mark.check
 def test_processes_that_start_together_fetch_each_byte_once(
     server: HttpOrigin, tmp_path: Path
 ) -> None:
@@ -94,6 +95,7 @@ def test_processes_that_start_together_fetch_each_byte_once(
     assert server.sent["a.bin"] == len(content)
 
 
+@pytest.mark.check
 def test_soonest_needed_first(
     server: HttpOrigin, fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +175,7 @@ def test_failures_that_pass_are_survived(server: HttpOrigin, fetcher: Fetcher) -
     assert fetcher.content(file, 8 * BLOCK, len(content)) == content[8 * BLOCK :]
 
 
+@pytest.mark.check
 def test_a_failing_origin_is_asked_by_one_thread_at_a_time(
     server: HttpOrigin, fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

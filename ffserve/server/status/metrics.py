@@ -1,7 +1,7 @@
 """Metrics: the state of the daemon as families of OpenMetrics, made in steps.
 
 prometheus_client writes the text. Names and units follow its conventions: base units (seconds,
-bytes), counters that end with `_total`, histograms in seconds. docs/OPERATIONS.md explains each; a
+bytes), counters that end with `_total`, histograms in seconds. docs/REFERENCE.md explains each; a
 test compares. The number of series is bounded, whatever clients do.
 """
 
