@@ -101,6 +101,7 @@ def test_the_metrics_say_what_happened(path: str, tmp_path: Path) -> None:
     assert one == 1 and dict(labels)["version"] == ffserve.__version__
 
 
+@pytest.mark.check
 def test_clients_report_how_long_hits_take(path: str) -> None:
     with measured() as (daemon, address), daemon.open(path) as reader:
         reader.read(range(COUNT))
@@ -296,6 +297,7 @@ def attack(address: str, what: Callable[[socket.socket], object]) -> socket.sock
     return sock
 
 
+@pytest.mark.check
 def test_hostile_clients_delay_nobody_and_are_closed(path: str) -> None:
     patch = "import ffserve.server.status.http as http; http.REQUEST_TIMEOUT_S = 3.0"
     with measured(patch=patch) as (daemon, address), daemon.open(path) as reader:
@@ -312,6 +314,7 @@ def test_hostile_clients_delay_nobody_and_are_closed(path: str) -> None:
         assert daemon.private_size() < 200 << 20
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("what", "status"), [("a large header", 431), ("another protocol", 400), ("a large body", 405)]
 )
@@ -366,6 +369,7 @@ def serve(*options: str, patch: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("check", [[], ["--check"]])
 @pytest.mark.parametrize("package", ["prometheus_client", "h11"])
 def test_a_missing_package_is_named(package: str, check: list[str], tmp_path: Path) -> None:
