@@ -220,3 +220,9 @@ MOST_LABEL = 100
 """Characters of a label of a metric."""
 MOST_HTTP_REQUEST_SIZE = 8192
 """Bytes of an HTTP request."""
+
+
+def most_sessions(wanted: int, most_files: int) -> int:
+    """Return how many sessions there may be: each needs a descriptor, of which shards take three
+    quarters."""
+    return min(wanted, max(int(most_files * SESSIONS_PART) - RESERVED_SESSIONS, FEWEST_SESSIONS))

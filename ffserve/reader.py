@@ -27,7 +27,8 @@ from ffserve.client.failover import OpenRequest, SourceSelector, closed_error
 from ffserve.client.local.local_source import LocalSource
 from ffserve.client.record_stream import RecordStream
 from ffserve.client.source import Batch, Leased, Source, cut
-from ffserve.dataset.layout import ShardInfo, as_int64, check_range
+from ffserve.dataset.layout import ShardInfo as ShardInfo
+from ffserve.dataset.layout import as_int64, check_range
 from ffserve.dataset.paths import PathLike, expand_paths
 from ffserve.disk.files import is_compressed
 from ffserve.dtypes import Bytes, Int64s

@@ -22,8 +22,7 @@ import pyarrow as pa
 
 from ffserve.disk.files import wrap_os_error
 from ffserve.errors import FormatError, MissingFile, UsageError
-from ffserve.store.fetching import find
-from ffserve.store.origin import ObjectVersion, sized
+from ffserve.store.public import ObjectVersion, find, sized
 from ffserve.store.urls import has_magic, is_url, shown
 
 NULL = "__HIVE_DEFAULT_PARTITION__"

@@ -30,17 +30,14 @@ from ffserve.arrow import hive
 from ffserve.arrow.columns import Inference, Place, check_schema, decode, records_at
 from ffserve.arrow.hive import DataFile
 from ffserve.arrow.record_types import RecordType
-from ffserve.disk.files import is_compressed, open_regular, read_at_of
+from ffserve.disk.files import is_compressed, is_compressed_head, open_regular, read_at_of
 from ffserve.dtypes import Bytes
 from ffserve.engine import codec
 from ffserve.engine.codec import FRAME_HEADER_SIZE, FRAME_SIZE, checksums
 from ffserve.engine.example import ExampleRecords
 from ffserve.errors import FFServeError, FormatError, UsageError
 from ffserve.formats.base import CHECKSUM_CRC32C, HEAD_SIZE, ReadAt
-from ffserve.formats.tfstream import compression_of
-from ffserve.store.object_tables import parsed
-from ffserve.store.origin import ObjectVersion
-from ffserve.store.ranges import RangedObject
+from ffserve.store.public import ObjectVersion, RangedObject, parsed
 from ffserve.system.socket_path import find_socket
 
 if TYPE_CHECKING:
@@ -229,7 +226,7 @@ def _head(read_at: ReadAt, size: int) -> bytes:
 def _is_compressed(file: DataFile | FilePiece) -> bool:
     if file.version is None:
         return is_compressed(file.path)
-    return compression_of(_head_of(file)[0]) is not None
+    return is_compressed_head(_head_of(file)[0])
 
 
 # ---- the pieces ----------------------------------------------------------------------------------
@@ -416,7 +413,7 @@ def _from_daemon(table: RecordTable, piece: FilePiece) -> bool:
     if piece.version is not None and table.server == "auto":
         return False
     if table.server in ("auto", "start"):
-        from ffserve.client.daemon.autostart import start_wanted
+        from ffserve.client.public import start_wanted
 
         starts = table.server == "start" or start_wanted()
         there = starts or os.path.exists(find_socket())

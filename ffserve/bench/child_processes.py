@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-from ffserve.client.daemon import connection
+from ffserve.client import public as client
 from ffserve.disk.output import write_error
 from ffserve.errors import FFServeError, ServerUnavailable
 
@@ -144,7 +144,7 @@ def daemon(
     options: Sequence[str] = (),
     *,
     program: Sequence[str] | None = None,
-    ask: Callable[[str], dict[str, Any]] = connection.status,
+    ask: Callable[[str], dict[str, Any]] = client.status,
     before_exec: Callable[[], None] | None = None,
 ) -> Iterator[Daemon]:
     """Run a daemon for as long as the context lasts; it answers when the context begins.

@@ -9,15 +9,20 @@ from collections.abc import Callable
 from typing import Any
 
 from ffserve.store.blocks import write_at
-from ffserve.store.fetching import call, find, process_fetcher
-from ffserve.store.origin import HIDDEN, SPECIAL, ObjectVersion, failure, file_system
-from ffserve.store.ranges import ReadAtStream
+from ffserve.store.fetching import call, find, identity_of, process_fetcher
+from ffserve.store.object_tables import parsed
+from ffserve.store.origin import HIDDEN, SPECIAL, ObjectVersion, failure, file_system, sized
+from ffserve.store.ranges import RangedObject, ReadAtStream
+from ffserve.store.staging import Staging, plan_staging
 from ffserve.store.urls import check_name, is_url, is_web, literal, name_of, shown
+from ffserve.store.warming import warm_up
 
 __all__ = [
     "HIDDEN",
     "SPECIAL",
     "ObjectVersion",
+    "RangedObject",
+    "Staging",
     "StoredStream",
     "UnsizedStream",
     "call",
@@ -27,11 +32,16 @@ __all__ = [
     "error_of",
     "file_system",
     "find",
+    "identity_of",
     "is_url",
     "is_web",
     "literal",
     "name_of",
+    "parsed",
+    "plan_staging",
     "shown",
+    "sized",
+    "warm_up",
     "write_at",
 ]
 

@@ -34,7 +34,7 @@ import torch.utils.data
 from torch.utils.data import BatchSampler
 
 from ffserve import FileReader
-from ffserve.client.daemon.connection import lead_job
+from ffserve.client.public import lead_job
 from ffserve.dtypes import Int64s
 from ffserve.errors import UsageError
 from ffserve.torch.announce import (

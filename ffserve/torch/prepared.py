@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ffserve._version import __version__
-from ffserve.client.daemon.preparing import PreparedSource, prepared_source
+from ffserve import __version__
+from ffserve.client.public import PreparedSource, prepared_source
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.errors import FormatError, ProtocolError, ServerUnavailable, UsageError
 

@@ -32,9 +32,8 @@ import torch
 from numpy.typing import NDArray
 
 from ffserve import FileReader, Reader
-from ffserve.client import source
+from ffserve.client.public import addresses, placing
 from ffserve.dtypes import Bytes, Int64s
-from ffserve.engine.arrays import addresses
 from ffserve.errors import FFServeError
 from ffserve.torch.pickling import Pickler, is_plain
 from ffserve.torch.segments import FREE, TAKEN, Segment, Sender, give_back, receiver
@@ -274,7 +273,7 @@ class MessageWriter:
         self._payload = None
         self._tables.clear()
         self._batch_count = batch_count
-        with source.placing(self._place):
+        with placing(self._place):
             yield
 
     def batch_made(self) -> None:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ffserve.client.daemon.shared_memory import DaemonSource
-from ffserve.client.source import Batch
+from ffserve import Batch
+from ffserve.client.public import DaemonSource
 from ffserve.dtypes import Bytes
 from ffserve.engine.fuse import Requests
 from ffserve.errors import FFServeError

@@ -26,13 +26,13 @@ from functools import partial
 
 import numpy as np
 
+from ffserve import folders as packed_folders
 from ffserve import reader
-from ffserve.dataset.layout import ShardInfo
 from ffserve.dataset.paths import PathLike, expand_paths
 from ffserve.disk.files import open_regular, raise_file_limit
 from ffserve.errors import FFServeError, ReadError, UsageError
-from ffserve.folders import folder_index
-from ffserve.folders.folder_index import Folder
+from ffserve.folders import Folder
+from ffserve.reader import ShardInfo
 from ffserve.server.users.access import everybody_may_read
 from ffserve.store.urls import is_url
 from ffserve.view import kernel, mounting
@@ -160,10 +160,10 @@ class View:
             return None
         last = shard.first + shard.count - 1
         [sample] = self._reader.read([last])
-        if not folder_index.is_index(sample[:16].tobytes()):
+        if not packed_folders.is_index(sample[:16].tobytes()):
             return None
         count = shard.count - 1
-        return folder_index.decode(sample.data, count, path=shard.path, index=last)
+        return packed_folders.decode(sample.data, count, path=shard.path, index=last)
 
     # ---- mounted ---------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.errors import UsageError
-from ffserve.folders.folder_index import Folder
+from ffserve.folders import Folder
 from ffserve.store.urls import is_url, shown
 
 ROOT = 1

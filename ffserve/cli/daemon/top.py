@@ -27,7 +27,7 @@ from ffserve.cli import FloatRange
 from ffserve.cli.daemon import screen
 from ffserve.cli.flags import socket_option
 from ffserve.cli.terminal import BARS, duration
-from ffserve.client.daemon.connection import Connection
+from ffserve.client.public import Connection
 from ffserve.errors import FFServeError, UsageError, printable
 from ffserve.server.status.overview import JobRow, Overview, Totals, overview
 from ffserve.system.socket_path import find_socket

@@ -23,7 +23,8 @@ from ffserve.errors import (
     ServerUnavailable,
     UsageError,
 )
-from ffserve.server.users.peers import Credentials, Peer
+from ffserve.server.users.peers import Peer
+from ffserve.system.socket_path import Credentials
 
 LISTENER, LOCK = "listener", "lock"
 """The names of the listening socket and of the lock on its path."""

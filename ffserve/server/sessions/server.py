@@ -28,12 +28,11 @@ from ffserve.disk.files import wrap_os_error
 from ffserve.engine.io import ATOMIC_SEND_SIZE, DirectReply, ReplySocket
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.limits import (
-    FEWEST_SESSIONS,
     MOST_UNREAD,
     NAMESPACE_OPENINGS,
     RESERVED_SESSIONS,
-    SESSIONS_PART,
     USER_OPENINGS,
+    most_sessions,
 )
 from ffserve.protocol import Message
 from ffserve.server.files.shards import PassedFile, Request
@@ -46,9 +45,9 @@ from ffserve.server.sessions.state import ServerState
 from ffserve.server.sessions.turns import Turns
 from ffserve.server.users.access import check_memory
 from ffserve.server.users.descriptors import DescriptorReceiver, closer_of, refuse_descriptors
-from ffserve.server.users.peers import Credentials, Namespaces, Owner, Peer, is_administrator
+from ffserve.server.users.peers import Namespaces, Owner, Peer, is_administrator
 from ffserve.server.users.shares import Bound, User
-from ffserve.system.socket_path import remove_stale_socket
+from ffserve.system.socket_path import Credentials, remove_stale_socket
 
 log = logging.getLogger("ffserve")
 
@@ -850,9 +849,3 @@ def listen(path: str, *, mode: int, group: int | None, backlog: int) -> socket.s
 
 def _most_files() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-
-def most_sessions(wanted: int, most_files: int) -> int:
-    """Return how many sessions there may be: each needs a descriptor, of which shards take three
-    quarters."""
-    return min(wanted, max(int(most_files * SESSIONS_PART) - RESERVED_SESSIONS, FEWEST_SESSIONS))
