@@ -90,7 +90,7 @@ def dataset(
         )
         features = datasets.Features.from_arrow_schema(schema)
         return datasets.IterableDataset(tables, info=datasets.DatasetInfo(features=features))
-    # Of gen_kwargs, only lists are split over shards.
+    # Only lists in gen_kwargs are split over shards.
     arguments = {"paths": files, "decode": decode, "options": options}
     return datasets.IterableDataset.from_generator(_rows, gen_kwargs=arguments)
 

@@ -1,9 +1,9 @@
 """Reading record files as a table: the schema, the pieces, and the batches of a piece.
 
-Whoever plans lists the files (``hive.find_files``) and divides them into pieces: small files are
-one each, big ones are split by records. Splitting needs the number of records: FFRecord and
-RecordIO store it, plain TFRecord files get it from their index file or a scan; compressed TFRecord
-files are not split. Whoever reads a piece gets Arrow batches. Nothing here knows an engine for
+The planner lists the files (``hive.find_files``) and divides them into pieces: a small file is one
+piece, a big one is split by records. Splitting needs the number of records: FFRecord and RecordIO
+store it, plain TFRecord files get it from their index file or a scan; compressed TFRecord files are
+not split. The task that reads a piece gets Arrow batches. This module depends on no engine for
 tables: ``ffserve.spark`` and ``ffserve.ray`` hand its pieces to their tasks.
 """
 
@@ -46,9 +46,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("ffserve")
 
 BATCH_COUNT, BATCH_SIZE = 8192, 8 << 20
-"""An Arrow batch has at most so many records, and about so many bytes of them."""
+"""An Arrow batch has at most this many records, and about this many bytes of them."""
 FRAMES_SIZE = 1 << 20
-"""So many bytes of frames are read and decoded at a time: they stay in the core's cache."""
+"""This many bytes of frames are read and decoded at a time, so that they stay in the core's
+cache."""
 _NEVER = 1 << 64
 BYTES_COLUMN = "byteArray"
 Numbered = tuple[ExampleRecords, NDArray[np.int64]]
@@ -57,7 +58,7 @@ Numbered = tuple[ExampleRecords, NDArray[np.int64]]
 
 @dataclass(frozen=True)
 class RecordTable:
-    """How record files are read as a table.
+    """The settings by which record files are read as a table.
 
     format: of the files. record_type: of their records. skip: leave out damaged records, and log
     how many. server: as for ``ffserve.open``; remote files are read by ranges with "auto", too: a

@@ -27,7 +27,7 @@ _SUFFIXES = {"gzip": ".gz", "zlib": ".zlib"}
 
 @dataclass(frozen=True)
 class TableOutput:
-    """How a table is written.
+    """The settings by which a table is written.
 
     compression: "none", "gzip", "zlib" or "snappy"; "" for the format's own choice. partition_by:
     columns that become directories. max_records: per file; 0 for any number.

@@ -23,7 +23,6 @@ from ffserve.disk.output import write_error
 from ffserve.errors import FFServeError, ServerUnavailable
 
 START_TIMEOUT_S = 20.0
-STOP_TIMEOUT_S = 10.0
 POLL_S = 0.02
 
 
@@ -221,7 +220,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.terminate()
         try:
-            process.wait(STOP_TIMEOUT_S)
+            process.wait(10.0)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -43,7 +43,7 @@ OWN_CLASSES = 16
 OWN_GAIN = 1 / 64
 """A class is made for one size if a slab then holds more slots by this share at least."""
 LONGEST_RUN = 8
-"""A run of slabs that is cut into slots has at most so many slabs."""
+"""A run of slabs that is cut into slots has at most this many slabs."""
 RUN_SHARE = 16
 """Such a run has at most 1 part in RUN_SHARE of the arena."""
 RUN_WASTE = 1 / 256
@@ -53,7 +53,7 @@ _FREE = -1
 _RETIRED = -3
 """The class of slabs that are beyond the present size of the arena."""
 _ALL = slice(None)
-_NO_SLOTS: Int64s = np.zeros(0, np.int64)
+NO_SLOTS: Int64s = np.zeros(0, np.int64)
 
 
 class FreeSlots:
@@ -352,7 +352,7 @@ class Arena:
             self._cut_slabs(size_class, count)
         free = self._free_slots[size_class]
         if not free.count:
-            return _NO_SLOTS
+            return NO_SLOTS
         taken = free.take(count)
         slabs = taken // self.slots_per_slab
         if np.count_nonzero(slabs != slabs[0]) == 0:
@@ -588,7 +588,7 @@ def joined(parts: Sequence[Int64s]) -> Int64s:
     filled = [part for part in parts if len(part)]
     if len(filled) == 1:
         return filled[0]
-    return np.concatenate(filled) if filled else _NO_SLOTS
+    return np.concatenate(filled) if filled else NO_SLOTS
 
 
 def first_run(free: Bools, need: int) -> int | None:

@@ -36,8 +36,8 @@ Failed: TypeAlias = dict[int, FFServeError]
 """Errors by position."""
 
 LARGE_COPY_SIZE = 1024 * 1024
-"""A thread makes copies of so many bytes or more. Copying so much takes 0.12 ms (ratios in
-docs/decisions/README.md), as long as the way to a thread and back."""
+"""A thread makes copies of this many bytes or more. Copying so much takes 0.12 ms (ratios in
+docs/decisions/requests.md), as long as the way to a thread and back."""
 _THREADS = 4
 
 

@@ -42,7 +42,6 @@ from ffserve.system import parallel
 from ffserve.writer import Writer, create, flat, format_of
 
 PLAN_NAME = ".ffserve-convert.json"
-_REPORT_COUNT = 1024
 _REPORT_SIZE = 32 << 20
 
 Names = Literal["keep", "drop"]
@@ -252,7 +251,7 @@ def _write(out: str, task: _ShardTask, report: parallel.Progress) -> tuple[int, 
                     size += len(payload)
                     if task.verify:
                         written.take(payload, np.array([len(payload)], np.int64))
-                if writer.count - reported >= _REPORT_COUNT or size - reported_size >= _REPORT_SIZE:
+                if writer.count - reported >= 1024 or size - reported_size >= _REPORT_SIZE:
                     report(writer.count - reported, size - reported_size)
                     reported, reported_size = writer.count, size
         samples = writer.count

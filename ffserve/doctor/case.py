@@ -39,7 +39,7 @@ Level = Literal["error", "warning"]
 class Finding:
     """Something that is wrong.
 
-    name: for programs, and in docs/OPERATIONS.md. level: "error": something does not work;
+    name: for programs, and in docs/REFERENCE.md. level: "error": something does not work;
     "warning": it works, but worse than it could. text: what is wrong, and where. effect: what
     follows from it. commands: what mends it, or shows the cause; a line for a shell each.
     """
@@ -193,7 +193,7 @@ class Process:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name of the daemon in messages."""
         return f"the daemon (pid {self.pid})" if self.pid else "a daemon started here"
 
     @property

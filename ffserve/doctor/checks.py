@@ -22,7 +22,6 @@ from ffserve.errors import FFServeError, ProtocolError, UsageError
 from ffserve.server.life.startup import common_fault, group_of, http_module
 from ffserve.system.memfd import can_map
 
-SYSTEMCTL_TIMEOUT_S = 5
 ALONE = "Jobs read the files by themselves and share nothing."
 
 
@@ -352,7 +351,7 @@ def _show(unit: str, *properties: str) -> dict[str, str]:
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=SYSTEMCTL_TIMEOUT_S,
+            timeout=5,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return {}

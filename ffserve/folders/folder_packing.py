@@ -27,9 +27,6 @@ BLOCK_SIZE = 8 << 20
 """An input file is read this many bytes at a time; a large file is never in memory as a whole."""
 
 
-_REPORT_FILES = 256
-
-
 _REPORT_SIZE = 64 << 20
 
 
@@ -242,7 +239,7 @@ def write_shard(
             total += writer.position - before
             if say is not None:
                 say(f"{writer.count:{width}}/{count} {'/'.join(parts)}")
-            if writer.count - reported >= _REPORT_FILES or total - reported_bytes >= _REPORT_SIZE:
+            if writer.count - reported >= 256 or total - reported_bytes >= _REPORT_SIZE:
                 report(writer.count - reported, total - reported_bytes)
                 reported, reported_bytes = writer.count, total
         writer.write(index)

@@ -23,7 +23,7 @@ FEWEST_IN_RUN = 2
 DIVIDED_SHARE = 16
 """A part may end where at most one in DIVIDED_SHARE runs that have begun is divided."""
 KNOWN_SHARE = 3 / 4
-"""The part of what is looked at in which a part may end."""
+"""A part may end within this share of the examined positions."""
 
 
 def window_ends(numbers: Int64s, least: int, *, last: bool = False) -> Iterator[int]:
@@ -53,7 +53,7 @@ def window_ends(numbers: Int64s, least: int, *, last: bool = False) -> Iterator[
         return
     places[runs[::-1]] = positions[::-1]
     begins = places[runs[ends]]
-    # Near the end of what is looked at, runs seem undivided because nothing is known behind it.
+    # Near the end of the examined part, runs seem undivided because nothing is known behind it.
     known = count + 1 if last else int(count * KNOWN_SHARE)
     start = 0
     while start + least < known:

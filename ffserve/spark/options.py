@@ -30,7 +30,7 @@ _READ_OPTIONS = (
     *("on_error", "basePath", "maxPartitionBytes"),
 )
 _TABLE_OPTIONS = ("owner", "provider", "location", "external", "comment", "collation")
-"""Spark adds these properties to the options of a table; they mean nothing here."""
+"""Spark adds these properties to the options of a table; they are ignored."""
 _WRITE_OPTIONS = ("path", "recordType", "codec", "maxRecordsPerFile", "partitionOverwriteMode")
 
 JOB, SAVE_MODE, PARTITION_BY = "ffserve.job", "ffserve.mode", "ffserve.partitionBy"
@@ -39,7 +39,8 @@ JOB, SAVE_MODE, PARTITION_BY = "ffserve.job", "ffserve.mode", "ffserve.partition
 
 @dataclass(frozen=True)
 class Settings:
-    """Properties of the session at ``register``: the workers of a data source have no session."""
+    """Properties of the session at ``register``, since the workers of a data source have no
+    session."""
 
     max_partition_bytes: int = 128 << 20
     open_cost_bytes: int = 4 << 20
@@ -108,10 +109,10 @@ def read_options(format: str, options: Mapping[str, str]) -> ReadOptions:
 def write_options(format: str, options: Mapping[str, str]) -> WriteOptions:
     """Check the options of ``df.write``. Raises: UsageError."""
     if JOB not in options:
-        # It would write into the files of a table whose partitions and mode nobody has told.
+        # Without the wrapper, the partition columns and the save mode are unknown.
         raise UsageError(
-            f"only DataFrameWriter.save of Python writes {format} files: not saveAsTable, "
-            "insertInto, writeTo, INSERT INTO or CREATE TABLE … AS",
+            f"{format} files can be written only with DataFrameWriter.save of Python, not with "
+            "saveAsTable, insertInto, writeTo, INSERT INTO or CREATE TABLE … AS",
             hint=f'df.write.mode("append").format("{format}").save(path)',
         )
     if not options.get("path"):

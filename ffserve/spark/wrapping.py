@@ -1,4 +1,4 @@
-"""DataFrameWriter of our formats: partitionBy and the four save modes.
+"""DataFrameWriter for the formats of ffserve: partitionBy and the four save modes.
 
 Spark's Python data sources know no partition columns, and of the save modes only append and
 overwrite. So ``save`` is wrapped: for our formats it takes the partition columns from Spark's
@@ -123,7 +123,7 @@ def _default_format(writer: Any) -> str:
 
 
 def _save_records(writer: Any, path: str | None) -> None:
-    """Save in one of our formats."""
+    """Save in a format of ffserve."""
     state = _state(writer)
     given = path if path is not None else state["options"].get("path")
     mode = _MODES.get(str(state.get("mode", "error")).lower(), "error")

@@ -1,6 +1,5 @@
-"""Remote files for the guests of the package, such as `ffserve run`: the door of this folder.
-
-Guests list, read and write by URL with what is named here; what lies behind it may change.
+"""Remote files for the guests of the package, such as `ffserve run`. Guests list, read and write by
+URL with the names of this module only; other modules of this folder may change.
 """
 
 from __future__ import annotations
@@ -89,7 +88,8 @@ class StoredStream(ReadAtStream):
 
 
 class UnsizedStream(io.RawIOBase):
-    """A remote file of unknown size, from its begin: no range of it can be read again."""
+    """A remote file of unknown size as a stream from its beginning; no range of it can be read
+    again."""
 
     def __init__(self, url: str) -> None:
         self._url = url

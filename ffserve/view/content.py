@@ -1,8 +1,8 @@
-"""The bytes of samples, for a view: whole samples come in, parts of them go out.
+"""The bytes of samples, for a view: it reads whole samples and returns parts of them.
 
 A sample can only be checked as a whole, so it is read as a whole, and kept while programs read it
 part by part. Samples that a program reads one behind the other (tar, cp, find) are read ahead
-together, if they are not in memory anyway.
+together, if they are not in memory already.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ffserve.reader import Reader
 KEPT_SIZE = 32 << 20
 """A process keeps this many bytes of samples besides the sample in use."""
 AHEAD_SIZE, AHEAD_COUNT = 2 << 20, 256
-"""Limits of what is read ahead."""
+"""At most this many bytes, and this many samples, are read ahead."""
 NEAR = 64
 """A sample this close behind the last one counts as the next one, since several processes answer by
 turns."""

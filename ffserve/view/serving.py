@@ -1,12 +1,13 @@
-"""Answer the kernel's requests for a view: what each operation returns, and the threads that do it.
+"""Answers to the kernel's requests for a view, and the threads that give them.
 
 Nothing here changes after the start: nodes are numbers (`tree.py`), files do not change, and the
 kernel is told to keep names, sizes and bytes for good. So any thread of any process may answer any
 request, and forgotten nodes (FORGET) need no counting.
 
-Of a process's threads one has the turn: it takes requests and answers them at once. Before it waits
-for a disk it passes the turn on. So as long as all is in memory one thread does all the work, with
-its code and data in the processor's cache and no other one that wants the interpreter.
+One thread of a process has the turn: it takes requests and answers them at once. Before it waits
+for a disk it passes the turn to another thread. So as long as all samples are in memory, one thread
+does all the work, with its code and data in the processor's cache, and no other thread waits for
+the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class ViewFile:
 
     @property
     def remote(self) -> bool:
-        """Whether only its samples can be read."""
+        """Whether the file is remote, so that only its samples can be read."""
         return self.fd < 0
 
 
@@ -188,7 +189,7 @@ class ViewServer:
             self._turn.release()
 
     def _reply(self, unique: int, payload: Payload, code: int) -> None:
-        # ENOENT: the request was ended otherwise.
+        # ENOENT: the request has already ended.
         with suppress(OSError):
             os.writev(self._device, [kernel.answer(unique, payload, code), payload])
 
@@ -297,8 +298,8 @@ class ViewServer:
         return bytearray().join(entries)
 
     def _entries(self, nodes: list[tuple[int, Node]], position: int) -> Iterator[bytes]:
-        """Return what LOOKUP would answer. Of a sample whose size is not known or 0 the kernel asks
-        later, and can then be told what is wrong."""
+        """Return the answer of LOOKUP. The kernel asks again for a sample whose size is unknown or
+        0, and then gets the error of a damaged sample."""
         sizes = self._sizes([found for _, found in nodes])
         for number, ((node, found), size) in enumerate(zip(nodes, sizes, strict=True), position):
             if number < 2:  # the kernel has "." and ".." without asking
@@ -351,7 +352,7 @@ class ViewServer:
 
 
 def _is_killed(thread: int) -> bool:
-    """Whether a thread has a SIGKILL to come, as every fatal signal turns into one."""
+    """Whether a SIGKILL is pending for a thread; the kernel makes one of every fatal signal."""
     with suppress(OSError), open(f"/proc/{thread}/status", "rb") as file:
         for line in file:
             if line.startswith(b"SigPnd:"):

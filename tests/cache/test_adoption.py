@@ -15,7 +15,11 @@ from ffserve.cache.adoption import adopt
 from ffserve.cache.arena import SlabTables
 from ffserve.engine.slots import LOADING, RESIDENT
 
-SEEDS = [*range(10), *(pytest.param(seed, marks=pytest.mark.fuzz) for seed in range(10, 200))]
+SEEDS = [
+    *range(3),
+    *(pytest.param(seed, marks=pytest.mark.check) for seed in range(3, 10)),
+    *(pytest.param(seed, marks=pytest.mark.fuzz) for seed in range(10, 200)),
+]
 
 
 def killed(seed: int) -> tuple[World, SlabTables]:
@@ -84,6 +88,7 @@ def live_on(seed: int, world: World, begin: Callable[[World], object]) -> None:
         world.close()
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("seed", SEEDS)
 def test_all_that_was_cached_is_taken_over(seed: int) -> None:
     world, tables = killed(seed)
@@ -107,6 +112,7 @@ def test_all_that_was_cached_is_taken_over(seed: int) -> None:
     live_on(seed, world, compare)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("seed", SEEDS)
 def test_garbage_is_not_taken_over(seed: int) -> None:
     world, tables = killed(seed)

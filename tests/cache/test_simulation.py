@@ -56,7 +56,7 @@ MIB = 1 << 20
 LONG = (7, 16, 30)
 """Seeds whose lives take as long as all others of the default run together."""
 SEEDS = [seed for seed in range(40) if seed not in LONG]
-FEW = SEEDS[:15]
+FEW = [*SEEDS[:5], *(pytest.param(seed, marks=pytest.mark.check) for seed in SEEDS[5:15])]
 FUZZ_SEEDS = [*LONG, *SEEDS[15:], *range(40, 1040)]
 EIO = -5
 HELLO = {"versions": [protocol.VERSION], "locks": True}
@@ -809,11 +809,13 @@ def simulate(seed: int, cache_type: Callable[..., Cache] = Cache) -> World:
     return world
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("seed", FEW)
 def test_invariants_hold_through_random_lives(seed: int) -> None:
     simulate(seed)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "seed", [*FEW, *(pytest.param(seed, marks=pytest.mark.fuzz) for seed in FUZZ_SEEDS[:100])]
 )
@@ -888,6 +890,7 @@ def wild_message(chooser: random.Random, dataset: int) -> Message:
     )
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("seed", range(15))
 def test_a_client_that_breaks_the_rules_harms_only_itself(seed: int) -> None:
     chooser = random.Random(seed)
@@ -996,6 +999,7 @@ def cache_with(room_type: type[Allocator], *parts: Any) -> Cache:
     return cache
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "broken",
     (ForgetsPins, EvictsWhatLoads, PublishesFailures, LosesSlots),

@@ -62,6 +62,7 @@ def damaged(tmp_path: Path) -> Path:
 # ---------------------------------------------------------------- help, usage, exit codes
 
 
+@pytest.mark.check
 def test_help_names_every_command_and_each_has_an_example() -> None:
     overview = spawned(["--help"]).stdout.decode()
     assert overview == text_of("--help") == text_of("-h")
@@ -173,6 +174,7 @@ def test_control_characters_in_names_are_escaped(packed: Path, tmp_path: Path) -
     assert error_of("inspect", path, code=2).startswith(f"error: {shown}: No such file")
 
 
+@pytest.mark.check
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 def test_a_file_that_may_not_be_read_is_usage() -> None:
     # Everything is imported while that is still allowed, by a first run as root.
@@ -408,6 +410,7 @@ def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
         assert b"not a regular file" in done.stdout + done.stderr
 
 
+@pytest.mark.check
 def test_file_names_that_are_not_utf_8(packed: Path) -> None:
     name = os.fsencode(packed.with_name("x.ffr")).replace(b"x.ffr", b"\xff.ffr")
     os.rename(packed, name)
@@ -492,6 +495,7 @@ def test_cat_of_missing_samples_is_usage(damaged: Path, which: str) -> None:
     assert done.stdout == b""
 
 
+@pytest.mark.check
 def test_cat_keeps_binary_off_a_terminal(packed: Path) -> None:
     output, code = on_a_terminal("cat", packed, "noise.bin")
     assert code == 2 and b"--force" in output

@@ -349,6 +349,7 @@ def test_other_conversion_into_the_same_directory_is_refused(tmp_path: Path) -> 
         convert(source, out, format="ffrecord", shards=4)
 
 
+@pytest.mark.check
 def test_finished_shards_stay_when_a_process_fails(tmp_path: Path) -> None:
     source = written(tmp_path / "a.tfrecord", SAMPLES)
     report = convert(source, tmp_path / "out", format="tfrecord", shards=4, jobs=2, verify=True)
@@ -444,6 +445,7 @@ def test_invalid_input(tmp_path: Path) -> None:
     assert content(source) == SAMPLES
 
 
+@pytest.mark.check
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     block = bytes(1 << 20)
     source = written(tmp_path / "a.tfrecord", [block] * 200)
@@ -474,6 +476,7 @@ def test_command(tmp_path: Path, folder: Path) -> None:
     assert not (tmp_path / "c.ffr").exists()
 
 
+@pytest.mark.check
 def test_recordio_with_its_options(tmp_path: Path) -> None:
     source = written(tmp_path / "a.tfrecord", SAMPLES)
     text_of(

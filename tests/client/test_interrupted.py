@@ -71,6 +71,7 @@ def path(tmp_path: Path) -> str:
     return write(tmp_path / "a.ffr", [sample(i, SIZES) for i in range(100)])
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("what", "step"),
     [

@@ -357,6 +357,7 @@ def calls_of(action: Callable[[], object]) -> int:
     return count - 2  # the action itself, and the end of profiling
 
 
+@pytest.mark.check
 def test_one_sample_in_memory_took_forty_calls(path: str) -> None:
     """A sample of 4 KiB is copied and verified in the time of a few of them."""
     assert not arrays.MISSING

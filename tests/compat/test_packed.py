@@ -79,6 +79,7 @@ folders: Any = st.recursive(
 ).filter(lambda node: isinstance(node, OrderedDict))
 
 
+@pytest.mark.check
 @given(folders, st.integers(2, 5))
 def test_any_index_is_decoded_whatever_the_protocol(folder: Any, protocol: int) -> None:
     assert decode(MAGIC + pickle.dumps(folder, protocol), 2**33 + 1) == folder

@@ -46,6 +46,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], str
     }  # fmt: skip
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("way", WAYS)
 def test_samples_are_what_was_written(
     way: tuple[str, str], files: dict[tuple[str, str], str], server: str
@@ -154,6 +155,7 @@ def test_damaged_chunk_fails_only_its_own_samples(server: str, tmp_path: Path) -
         assert [error.index for error in reader.damaged] == sorted(lost)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("way", [("py", "snappy"), ("go", "none")])
 def test_any_bit_of_a_header_flipped(way: tuple[str, str], server: str, tmp_path: Path) -> None:
     words = [b"a", b"", b"bc" * 9, b"d" * 40]
@@ -183,6 +185,7 @@ def bomb(path: Path, size: int) -> str:
     return str(path)
 
 
+@pytest.mark.check
 def test_a_chunk_beyond_the_limit_is_refused_and_costs_nothing(tmp_path: Path) -> None:
     path = bomb(tmp_path / "bomb.recordio", 200 << 20)
     assert os.path.getsize(path) < 1 << 20
@@ -227,6 +230,7 @@ def test_a_bomb_that_lies_about_its_size_ends_with_its_slot(server: str, tmp_pat
         assert bytes(reader[1]) == b"x" * 60
 
 
+@pytest.mark.check
 def test_everything_goes_through_a_small_arena(files: dict[tuple[str, str], str]) -> None:
     paths = [files[way] for way in WAYS]
     with serving(arena="1MiB") as daemon, daemon.open(paths) as reader:
@@ -278,6 +282,7 @@ with ffserve.open(paths, server=socket) as reader:
 """
 
 
+@pytest.mark.check
 def test_two_processes_of_different_formats_share_one_arena(
     files: dict[tuple[str, str], str], tmp_path: Path
 ) -> None:

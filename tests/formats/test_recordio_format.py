@@ -199,6 +199,7 @@ def test_every_truncation_is_noticed(way: tuple[str, str]) -> None:
         assert (shard_.count, end) == (len(whole), ends[kept])
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("way", WAYS)
 def test_every_flipped_bit_is_noticed(way: tuple[str, str]) -> None:
     content = written(WORDS, dialect=way[0], compression=way[1], max_chunk_size=40)

@@ -42,6 +42,7 @@ def stage(*arguments: str) -> int:
     return run(["stage", *arguments])
 
 
+@pytest.mark.check
 def test_files_are_staged_once_and_again_when_they_changed(
     server: HttpOrigin, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,6 +182,7 @@ def test_warm(server: HttpOrigin, tmp_path: Path, capsys: pytest.CaptureFixture[
     capsys.readouterr()
 
 
+@pytest.mark.check
 def test_warm_evicts_no_file_for_a_later_one(
     server: HttpOrigin, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

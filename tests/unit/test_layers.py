@@ -24,7 +24,7 @@ LAYERS = {
     # what every read is
     "reads": "engine formats disk",
     # packed folders, remote files, data sets
-    "store": "config engine formats disk system",
+    "store": "limits config engine formats disk system",
     "dataset": "engine disk store",
     "writer": "formats disk",
     "folders": "system disk writer",
@@ -33,7 +33,7 @@ LAYERS = {
     "server": "_version limits protocol config engine formats reads dataset disk system cache "
     "store",
     # the client
-    "client": "_version protocol engine formats reads dataset disk system store",
+    "client": "_version limits protocol engine formats reads dataset disk system store",
     "reader": "formats dataset disk client store",
     "aio": "dataset client reader",
     # inputs of programs

@@ -51,6 +51,7 @@ def test_pieces_hold_each_record_once(tmp_path: Path, format: str) -> None:
             assert [k for piece in pieces for k in ids(table, piece)] == list(range(500))
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("format", FORMATS)
 def test_pieces_are_read_through_a_daemon(tmp_path: Path, format: str) -> None:
     path = write(tmp_path / f"a.{format}", 100, format)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ffserve.folders import Folder
 
 STEP_COUNT = 16_384
-"""So many samples are listed at a time, since the sizes of samples in chunks must be read."""
+"""This many samples are listed at a time, since the sizes of samples in chunks must be read."""
 
 
 class _Row(NamedTuple):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ffserve.folders import Folder
 
 BATCH_SIZE = 32 << 20
-"""One read of cat requests at most so many bytes, unless a single sample is larger."""
+"""One read of cat requests at most this many bytes, unless a single sample is larger."""
 BATCH_COUNT = 4096
 
 

@@ -14,7 +14,7 @@ from ffserve.config import format_size
 from ffserve.errors import FFServeError, ReadError, ServerUnavailable
 
 STEP_SIZE = 32 << 20
-"""About so many bytes are read at once."""
+"""About this many bytes are read at once."""
 STEP_COUNT = 4096
 
 

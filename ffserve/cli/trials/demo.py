@@ -30,7 +30,6 @@ from ffserve.config import ENGINES, default_arena_size, format_size
 from ffserve.errors import FFServeError
 
 MOST_FILES = 6000
-ENOUGH_FILES = 2000
 SHARDS = 4
 
 
@@ -165,7 +164,7 @@ def _collect(most: int) -> dict[str, str]:
     paths = sysconfig.get_paths()
     found: dict[str, str] = {}
     for kind in ("stdlib", "platlib", "purelib"):
-        if kind == "stdlib" or len(found) < min(most, ENOUGH_FILES):
+        if kind == "stdlib" or len(found) < min(most, 2000):
             for name, path in _sources(paths[kind]):
                 if len(found) < most:
                     found.setdefault(os.path.join(kind, name), path)

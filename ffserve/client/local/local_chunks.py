@@ -34,11 +34,11 @@ from ffserve.reads.chunks import (
 from ffserve.reads.records import BatchEngine
 
 KEPT_SIZE = 64 << 20
-"""A source keeps so many bytes of decoded chunks; it keeps the last chunk however large."""
+"""A source keeps this many bytes of decoded chunks; it keeps the last chunk however large."""
 AHEAD_SIZE = 64 << 20
-"""A request decodes at most so many bytes of chunks at once, unless one chunk is larger."""
+"""A request decodes at most this many bytes of chunks at once, unless one chunk is larger."""
 REUSED_SIZE = 8 << 20
-"""A source keeps so many bytes of memory for encoded chunks, to use it again."""
+"""A source keeps this many bytes of memory for encoded chunks, to use it again."""
 
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None

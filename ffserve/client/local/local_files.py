@@ -38,10 +38,10 @@ from ffserve.system.machine_memory import free_memory
 MOST_OF_FREE_MEMORY = 0.8
 """The share may fill this part of the free memory."""
 GAP = 64 << 10
-"""Records with at most so many bytes between them are read together."""
+"""Records with at most this many bytes between them are read together."""
 AROUND = 32 << 10
-"""A read through the page cache brings a block of so many bytes around a smaller record, so that an
-epoch of small records in random order needs fewer reads of the device than there are records."""
+"""A read through the page cache brings a block of this many bytes around a smaller record, so that
+an epoch of small records in random order needs fewer reads of the device than there are records."""
 SHARE_STEPS = 16
 """A share is a multiple of 1/16, so that processes which open the files one after another agree."""
 

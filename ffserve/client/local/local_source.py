@@ -41,7 +41,7 @@ from ffserve.reads.shard_tables import How, Tables, read_all
 log = logging.getLogger("ffserve")
 
 SIZES_AT_ONCE = 65_536
-"""One request reads at most so many samples of unknown length."""
+"""One request reads at most this many samples of unknown length."""
 MAX_CHUNK_SIZE = 1 << 30
 """Limit of a chunk's size, encoded or decoded; the daemon's limit is in its configuration."""
 
@@ -198,7 +198,9 @@ class LocalSource:
         """
         with self._attaching:
             if self._closed:
-                raise ServerUnavailable("this source of samples was closed")
+                raise ServerUnavailable(
+                    "cannot read the files: the reader was closed, or now reads from another source"
+                )
             if self._engine is None:
                 engine = self._choose_engine()
                 self._numbers = self._files.attach(engine)
@@ -413,7 +415,7 @@ class LocalSource:
 
     def _check_engine(self, request: LocalRequest | ChunkedRequest) -> None:
         if request.engine is not self._engine:
-            raise ServerUnavailable("the process forked while a read was in flight")
+            raise ServerUnavailable("the process forked while this read was in flight")
 
     def _collect(self, request: LocalRequest) -> dict[int, FFServeError]:
         sizes = np.diff(request.target.offsets)[request.positions]

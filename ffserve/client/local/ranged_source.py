@@ -40,7 +40,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 OPENED_AT_ONCE = 16
-"""A source looks up, or opens, so many remote objects at the same time."""
+"""A source looks up, or opens, this many remote objects at the same time."""
 
 
 class RangedSource(LocalSource):

@@ -32,11 +32,11 @@ from ffserve.errors import FFServeError
 from ffserve.reads.windows import window_ends
 
 LOOK_SIZE, LOOK_COUNT = 128 << 20, 1 << 18
-"""The search for a window ends after so many bytes or samples; a larger window is not found."""
+"""The search for a window ends after this many bytes or samples; a larger window is not found."""
 AHEAD_SIZE = 32 << 20
-"""A source reads windows of so many bytes ahead of the one in use, and at least one window."""
+"""A source reads windows of this many bytes ahead of the one in use, and at least one window."""
 LEAST_SIZE = 4 << 20
-"""Windows of fewer bytes are joined until they have so many."""
+"""Windows of fewer bytes are joined until they have this many."""
 LARGEST_MEAN = 32 << 10
 """An order of samples with a larger mean has no windows: a disk reads such samples one by one
 at full speed."""

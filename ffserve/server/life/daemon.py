@@ -44,7 +44,6 @@ from ffserve.system.systemd import notify
 log = logging.getLogger("ffserve")
 
 Action: TypeAlias = Callable[[], object]
-_STOPPING = (signal.SIGTERM, signal.SIGINT)
 STATUS_INTERVAL_S = 5.0
 """How often the service manager gets a line about the daemon, if it has changed."""
 IDLE_CHECK_S = 1.0
@@ -108,7 +107,7 @@ class _DaemonSignals:
 
     def __init__(self) -> None:
         hangup = {signal.SIGHUP} if _has_terminal() else set()
-        self._stopping = self._wanted({*_STOPPING, *hangup})
+        self._stopping = self._wanted({signal.SIGTERM, signal.SIGINT, *hangup})
         self._reloading = self._wanted({signal.SIGHUP} - hangup)
         self._early: list[int] = []
         for number in self._stopping + self._reloading:
@@ -118,7 +117,7 @@ class _DaemonSignals:
         return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
 
     def attach(self, loop: asyncio.AbstractEventLoop, stop: Action, reload: Action) -> None:
-        """Call one of these for each signal, also for those that came before."""
+        """Call one of these for each signal, also for signals that came before."""
         for numbers, action in ((self._stopping, stop), (self._reloading, reload)):
             for number in numbers:
                 loop.add_signal_handler(number, action)
@@ -157,7 +156,7 @@ async def _run(
     state.pages.start()
     signals.attach(loop, stop.set, partial(_reload, server, load))
     _log_start(server)
-    # What was made until now stays: without it a whole collection is over in a part of the time.
+    # All objects made until now stay. Without them a full garbage collection takes much less time.
     gc.freeze()
     if config.engine == "auto" and (reason := ring_refusal(state.reading.engines.kind)):
         log.warning(

@@ -50,7 +50,7 @@ def check(config: ServerConfig, ignored: Sequence[str] = ()) -> None:
 
 
 def file_limit_fault(most_files: int) -> UsageError | None:
-    """Return why no daemon can start with this limit on open files; None: one can."""
+    """Return why no daemon can start with this limit on open files; None if one can."""
     if most_files >= LEAST_FILES:
         return None
     return UsageError(
@@ -61,7 +61,7 @@ def file_limit_fault(most_files: int) -> UsageError | None:
 
 
 def common_fault(config: ServerConfig) -> UsageError | None:
-    """Return why this user's daemon cannot have the setting `common`; None: it can."""
+    """Return why this user's daemon cannot have the setting `common`; None if it can."""
     if config.common != "user" or not may_read_everything():
         return None
     return UsageError(
@@ -72,7 +72,7 @@ def common_fault(config: ServerConfig) -> UsageError | None:
 
 
 def memory_fault(config: ServerConfig, memory: int) -> UsageError | None:
-    """Return why the arena has no room in so many bytes of memory; None: it has."""
+    """Return why the arena does not fit into this much memory; None if it does."""
     if config.arena_size <= memory - OWN_SIZE:
         return None
     return UsageError(

@@ -102,7 +102,7 @@ class Devices:
         return found
 
     def _choose(self, number: int) -> Device:
-        """Return the device to read from under a number that was not read from so far."""
+        """Return the device to read from for a device number that is new."""
         if not self._by_device:
             return self.all[0]
         if os.major(number):

@@ -50,7 +50,7 @@ class Peer:
 
     @property
     def owner(self) -> Owner:
-        """Whose proofs this peer shares."""
+        """The owner whose proofs this peer shares."""
         return self.uid, self.namespace
 
     @property
