@@ -44,6 +44,9 @@ pytest := $(python) -m pytest
 workers := $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 parallel := -n $(workers) --dist worksteal
 
+# The tests that `make test` leaves out; a variant of one may belong to a longer run.
+slow := -m 'check and not soak and not fuzz and not interop and not stores and not view'
+
 # Hundreds of processes run the same sources.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -66,7 +69,7 @@ lint: setup
 check: lint
 	@mkdir -p .coverage && rm -f .coverage/*
 	@FFSERVE_NEW_EXAMPLES=1 $(python) -m coverage run -m pytest -q $(parallel) --timeout 600
-	@FFSERVE_NEW_EXAMPLES=1 $(python) -m coverage run -m pytest -q $(parallel) --timeout 600 -m check
+	@FFSERVE_NEW_EXAMPLES=1 $(python) -m coverage run -m pytest -q $(parallel) --timeout 600 $(slow)
 	@$(python) -m coverage combine -q
 	@$(python) -m coverage report
 
@@ -91,11 +94,11 @@ test: setup
 	$(call run_tests,test)
 
 check-rest: setup
-	@$(call run_tests,check-rest,-m check)
+	@$(call run_tests,check-rest,$(slow))
 
 costs: setup
 	@$(pytest) -q $(parallel) --costs
-	@$(pytest) -q $(parallel) --costs -m check
+	@$(pytest) -q $(parallel) --costs $(slow)
 
 pythons: setup
 	@bash .ci/pythons

@@ -415,9 +415,9 @@ class _Seen:
 class Inference:
     """The schema of records that are added batch by batch.
 
-    A feature that has exactly one value wherever it occurs is a scalar, any other a list; a feature
-    list is a list of lists. Integers in some records and floats in others are floats. Byte strings
-    are text if all of them are UTF-8.
+    A feature that nowhere has more than one value is a scalar (an empty one is null), any other a
+    list; a feature list is a list of lists. Integers in some records and floats in others are
+    floats. Byte strings are text if all of them are UTF-8.
     """
 
     def __init__(self, record: str = "Example") -> None:

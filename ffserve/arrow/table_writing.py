@@ -22,7 +22,8 @@ from ffserve.writer import Writer, create
 OPEN_FILES = 128
 """A task keeps this many partitions open at once, and closes the one that was written least
 recently."""
-_SUFFIXES = {"gzip": ".gz", "zlib": ".zlib"}
+_SUFFIXES = {"gzip": ".gz", "zlib": ".deflate"}
+"""As Hadoop's codecs name their files."""
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ def pack(
     *,
     shards: int = 1,
     jobs: int = 1,
+    force: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> PackReport:
     """Pack directories and files into packed folders.
@@ -75,9 +76,10 @@ def pack(
             receives ``PART_00000.ffr`` and so on, each with a run of the sorted files.
         shards: number of output files.
         jobs: number of worker processes (spawned: a script needs a ``__main__`` guard).
+        force: replace ``out`` if it is an existing file.
         progress: called with the samples and bytes done since the last call.
     Returns: the written files, and the number and total size of the packed files.
-    Raises:  UsageError: an input cannot be packed, or there is no file. ReadError,
+    Raises:  UsageError: an input cannot be packed, there is no file, or ``out`` exists. ReadError,
              AccessDenied: reading or writing failed. No file is left behind.
     Cost:    one pass over the files, in pieces of 8 MiB.
     """
@@ -92,7 +94,13 @@ def pack(
             hint="give at least one file, or a directory with files",
         )
     if shards == 1:
-        size = write_shard(checked_output(target), tree, progress or parallel.no_progress)
+        if os.path.isfile(checked_output(target)) and not force:
+            raise UsageError(
+                "the output exists already",
+                path=target,
+                hint="choose another name, or replace it with force=True (--force)",
+            )
+        size = write_shard(target, tree, progress or parallel.no_progress)
         return PackReport((target,), tree.count, size)
     if tree.count < shards:
         raise UsageError(

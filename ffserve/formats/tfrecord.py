@@ -285,6 +285,7 @@ class TFRecord:
     suffixes = (
         *(".tfrecord", ".tfrecords", ".tfrec"),
         *(".tfrecord.gz", ".tfrecords.gz", ".tfrecord.zlib", ".tfrecords.zlib"),
+        *(".tfrecord.deflate", ".tfrecords.deflate"),
     )
 
     def sniff(self, head: bytes, size: int) -> bool | None:

@@ -81,6 +81,8 @@ class WriteOptions:
 
 def read_options(format: str, options: Mapping[str, str]) -> ReadOptions:
     """Check the options of ``spark.read``. Raises: UsageError."""
+    # Those of CREATE TABLE … OPTIONS come a second time, with this prefix.
+    options = {_plain(name): text for name, text in options.items()}
     _refuse_unknown(format, options, (*_READ_OPTIONS, *_TABLE_OPTIONS))
     _compression(format, options)
     paths = tuple(json.loads(options["paths"])) if "paths" in options else ()
@@ -104,6 +106,12 @@ def read_options(format: str, options: Mapping[str, str]) -> ReadOptions:
         options.get("basePath"),
         limit or None,
     )
+
+
+def _plain(name: str) -> str:
+    """Return the name of an option as the user gave it, in the writing that is looked for."""
+    name = name.lower().removeprefix("option.")
+    return next((known for known in _READ_OPTIONS if known.lower() == name), name)
 
 
 def write_options(format: str, options: Mapping[str, str]) -> WriteOptions:

@@ -180,7 +180,6 @@ class Credentials(NamedTuple):
 
     @classmethod
     def of(cls, connection: sockets.socket) -> Credentials:
-        """Return the credentials with which the peer of a Unix socket connected, or began to
-        listen."""
+        """Return the credentials with which the peer of a Unix socket connected or listens."""
         raw = connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, _UCRED.size)
         return cls(*_UCRED.unpack(raw)[:2])

@@ -316,6 +316,7 @@ def test_a_damaged_chunk_of_three_was_called_a_stale_index(
 def test_torch_loader(
     daemon: Daemon, path: str, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("torch")
     from ffserve import torch
 
     monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
