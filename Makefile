@@ -1,7 +1,10 @@
 # make demo    set up everything on this machine and run the main job, in about a minute
-# make test    set up everything, then lint, types and all tests (5 min)
+# make test    set up everything, then lint, types and the quick tests (4 min)
 # make lint    lint and types        make bench   measure this machine
-# make check   lint and types, then the tests with coverage by line and branch (10 min)
+# make check   lint and types, then these tests and the slower ones, with coverage by line and branch
+#              (15 min); make check-rest: only the slower ones, without coverage (5 min)
+# make costs   what the tests cost: CPU per folder, and the slowest files (8 min)
+# make pythons quick tests on every Python from 3.10 that this machine has, each with a daemon (5 min)
 # make soak    long tests (18 min)    make fuzz    damaged files and frames, random runs (6 min)
 # make soak-hour   jobs of all kinds and all that can happen to them, for an hour (seconds=600 seed=2
 #              record=FILE.json: for less, otherwise, and with figures)
@@ -41,10 +44,13 @@ pytest := $(python) -m pytest
 workers := $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 parallel := -n $(workers) --dist worksteal
 
+# The tests that `make test` leaves out; a variant of one may belong to a longer run.
+slow := -m 'check and not soak and not fuzz and not interop and not stores and not view'
+
 # Hundreds of processes run the same sources.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint check interop ray spark bench figures docs soak fuzz guided asan tsan setup clean distclean
+.PHONY: demo test lint check check-rest costs pythons interop ray spark bench figures docs soak fuzz guided asan tsan setup clean distclean
 .PHONY: stores systemd upgrades install uninstall page soak-hour wheels deb release view
 .DEFAULT_GOAL := demo
 
@@ -63,23 +69,39 @@ lint: setup
 check: lint
 	@mkdir -p .coverage && rm -f .coverage/*
 	@FFSERVE_NEW_EXAMPLES=1 $(python) -m coverage run -m pytest -q $(parallel) --timeout 600
+	@FFSERVE_NEW_EXAMPLES=1 $(python) -m coverage run -m pytest -q $(parallel) --timeout 600 $(slow)
 	@$(python) -m coverage combine -q
 	@$(python) -m coverage report
 
-# The files of the tests are compiled once, while types are checked, and not by each process. A test
-# that fails beside others and passes alone is named, and does not fail the run.
+# run_tests TARGET,OPTIONS: a test that fails beside others and passes alone is named, and does not
+# fail the run.
+define run_tests
+$(pytest) -q $(parallel) $(2); code=$$?; \
+if [ $$code = 0 ]; then echo "make $(1): passed"; exit; fi; \
+echo "make $(1): those that failed are run again, alone"; \
+if $(pytest) -q -x --last-failed --last-failed-no-failures none $(2); then \
+    echo "make $(1): passed, but some tests failed beside others (see above): they are flaky"; \
+else \
+    echo "make $(1): FAILED (see above)"; exit $$code; \
+fi
+endef
+
+# The files of the tests are compiled once, while types are checked, and not by each process.
 test: setup
 	@$(pytest) -q --collect-only >/dev/null 2>&1 & \
 	$(MAKE) --no-print-directory lint || { code=$$?; wait; exit $$code; }; \
 	wait; \
-	$(pytest) -q $(parallel); code=$$?; \
-	if [ $$code = 0 ]; then echo "make test: passed (lint, types and tests)"; exit; fi; \
-	echo "make test: those that failed are run again, alone"; \
-	if $(pytest) -q -x --last-failed --last-failed-no-failures none; then \
-	    echo "make test: passed, but some tests failed beside others (see above): they are flaky"; \
-	else \
-	    echo "make test: FAILED (see above)"; exit $$code; \
-	fi
+	$(call run_tests,test)
+
+check-rest: setup
+	@$(call run_tests,check-rest,$(slow))
+
+costs: setup
+	@$(pytest) -q $(parallel) --costs
+	@$(pytest) -q $(parallel) --costs $(slow)
+
+pythons: setup
+	@bash .ci/pythons
 
 interop:
 	@bash .ci/setup --bench --ceph

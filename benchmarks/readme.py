@@ -21,40 +21,42 @@ PLACE = re.compile(r"\{([\w/. -]+):(\.\df)\}")
 TEXT = """\
 ![Throughput as a share of memcpy and of fio, by record size and by clients](docs/images/bench.png)
 
-The picture shows throughput as a share of memcpy and of `fio` in the same minute; higher is better. Each package reads its own format in its own processes, in batches of 256 (32 at 1 MiB). Bars go from the lowest turn to the highest. ffserve checks every sample once and returns copies; `mmap` and `preadv` check nothing and use the page cache.
+The picture shows throughput as a share of memcpy and of `fio` in the same minute; higher is better. Each package reads its own format in batches of 256 (32 at 1 MiB). Dotted ones read in order, or in an order of their own, which is easier. ffserve checks every sample and returns copies; `mmap` and `preadv` check nothing.
 
-The tables show ratios to memcpy (with as many processes) and to `fio` with io_uring and O_DIRECT, the median of the turns. All are of one virtual machine: {machine}. It is noisy: see [known limits](docs/decisions/benchmarks.md#known-limits).
+| | 4 KiB | 100 KiB |
+|---|---|---|
+| in memory / memcpy: `read_batch` of 64 | {hot/4KiB/batch64/clients1/read_batch:.2f} | {hot/100KiB/batch64/clients1/read_batch:.2f} |
+| in memory / memcpy: two clients | {hot/4KiB/batch64/clients2/read_batch:.2f} | {hot/100KiB/batch64/clients2/read_batch:.2f} |
+| in memory / memcpy: torch DataLoader, 2 workers, raw samples | {torch/4KiB/raw:.2f} | {torch/100KiB/raw:.2f} |
+| from disk / fio: several batches of 64 in flight | {cold/4KiB/depth128/in_flight:.2f} | {cold/100KiB/depth128/in_flight:.2f} |
+| from disk / fio: one batch of 64 at a time | {cold/4KiB/depth64/batch64:.2f} | {cold/100KiB/depth64/batch64:.2f} |
+| from disk / fio: without a daemon, several batches | {cold/4KiB/depth128/engine:.2f} | {cold/100KiB/depth128/engine:.2f} |
+| from disk / fio: two jobs, one order | {jobs/4KiB/depth128/one-order:.2f} | {jobs/100KiB/depth128/one-order:.2f} |
+| from disk / fio: two jobs, orders of their own | {jobs/4KiB/depth128/own-orders:.2f} | {jobs/100KiB/depth128/own-orders:.2f} |
+| in order / fio in order | {stream/4KiB/daemon:.2f} | {stream/100KiB/daemon:.2f} |
+
+Ratios are medians of turns on one virtual machine, which is noisy: {machine}. [BENCHMARKS.md](docs/BENCHMARKS.md#recorded-figures) has the other figures and packages; `ffserve bench` measures your machine and your files.
+"""  # noqa: E501
+
+FIGURES = """\
+The turns of a row of ffserve differ by {spread-half} % in the median row (highest minus lowest, as a share of the median) and by {spread-tenth} % in the worst tenth.
 
 | in memory / memcpy | 4 KiB | 100 KiB |
 |---|---|---|
-| `read_batch`, batches of 64, 1 client | {hot/4KiB/batch64/clients1/read_batch:.2f} | {hot/100KiB/batch64/clients1/read_batch:.2f} |
-| `read_batch`, batches of 64, 2 clients | {hot/4KiB/batch64/clients2/read_batch:.2f} | {hot/100KiB/batch64/clients2/read_batch:.2f} |
 | `read_batch`, batches of 256, 1 client | {hot/4KiB/batch256/clients1/read_batch:.2f} | {hot/100KiB/batch256/clients1/read_batch:.2f} |
 | `read` (list of arrays), batches of 64 | {hot/4KiB/batch64/clients1/read:.2f} | {hot/100KiB/batch64/clients1/read:.2f} |
-| torch DataLoader, 2 workers, raw samples | {torch/4KiB/raw:.2f} | {torch/100KiB/raw:.2f} |
-| the same with tensors / the same loader over samples in memory | {torch/4KiB/tensors:.2f} | {torch/100KiB/tensors:.2f} |
+| torch DataLoader with tensors / the same loader over samples in memory | {torch/4KiB/tensors:.2f} | {torch/100KiB/tensors:.2f} |
 
 | from disk / fio | 4 KiB | 100 KiB |
 |---|---|---|
-| through the daemon, several batches of 64 in flight | {cold/4KiB/depth128/in_flight:.2f} | {cold/100KiB/depth128/in_flight:.2f} |
-| the same / fio that reads the extents of the records | {cold-extents/4KiB/depth128/in_flight:.2f} | {cold-extents/100KiB/depth128/in_flight:.2f} |
-| the same, records that begin at blocks of 4 KiB ([how](docs/FORMATS.md#ffrecord)) | {cold/4KiB-at-blocks/depth128/in_flight:.2f} | |
-| through the daemon, 2 clients, a batch of 64 each | {cold/4KiB/depth128/clients2:.2f} | {cold/100KiB/depth128/clients2:.2f} |
-| through the daemon, one batch of 64 at a time | {cold/4KiB/depth64/batch64:.2f} | {cold/100KiB/depth64/batch64:.2f} |
-| the same / fio that reads these extents a batch at a time | {cold-batches/4KiB/depth64/batch64:.2f} | {cold-batches/100KiB/depth64/batch64:.2f} |
-| engine in the client's process, several batches | {cold/4KiB/depth128/engine:.2f} | {cold/100KiB/depth128/engine:.2f} |
-| in order / fio in order | {stream/4KiB/daemon:.2f} | {stream/100KiB/daemon:.2f} |
-
-| a windowed order, windows of 16 MiB ([what it costs](docs/TORCH.md#which-order)) / fio in order | 1 KiB | 4 KiB |
-|---|---|---|
-| through the daemon, several batches of 64 in flight | {windowed/1KiB/daemon:.2f} | {windowed/4KiB/daemon:.2f} |
-| through the daemon, one batch of 64 at a time | {windowed/1KiB/daemon64:.2f} | {windowed/4KiB/daemon64:.2f} |
-| engine in the client's process, several batches | {windowed/1KiB/engine:.2f} | {windowed/4KiB/engine:.2f} |
-| engine in the client's process, one batch at a time | {windowed/1KiB/engine64:.2f} | {windowed/4KiB/engine64:.2f} |
+| several batches of 64 in flight / fio that reads the extents of the records | {cold-extents/4KiB/depth128/in_flight:.2f} | {cold-extents/100KiB/depth128/in_flight:.2f} |
+| the same, records that begin at blocks of 4 KiB ([how](FORMATS.md#ffrecord)) | {cold/4KiB-at-blocks/depth128/in_flight:.2f} | |
+| 2 clients, a batch of 64 each | {cold/4KiB/depth128/clients2:.2f} | {cold/100KiB/depth128/clients2:.2f} |
+| one batch of 64 at a time / fio that reads these extents a batch at a time | {cold-batches/4KiB/depth64/batch64:.2f} | {cold-batches/100KiB/depth64/batch64:.2f} |
 
 {jobs}
 
-64 clients at once, half of their samples in memory, get {crowd/4KiB/throughput:.2f} (4 KiB) and {crowd/100KiB/throughput:.2f} (100 KiB) of the throughput of two clients. The 99th percentile of a batch is {crowd/4KiB/p99:.1f} and {crowd/100KiB/p99:.1f} times its median, and the slowest client gets {crowd/4KiB/fair:.2f} and {crowd/100KiB/fair:.2f} of the mean. Random batches of 1024 samples of 100 bytes are {tokens/100B/numpy:.1f} times as fast as a numpy array's `table[indices]`. A second process opens 10 million samples in {open/10M/time:.1f} ms. A miss costs the daemon {cold/4KiB/depth128/daemon-cpu:.1f} µs of CPU at 4 KiB and {cold/100KiB/depth128/daemon-cpu:.1f} µs at 100 KiB, checksum included. While a client only hits, the daemon uses {hot/4KiB/daemon-cpu:.2f} % of a core. [docs/BENCHMARKS.md](docs/BENCHMARKS.md) lists every row; `ffserve bench` measures your machine and your files.
+64 clients at once, half of their samples in memory, get {crowd/4KiB/throughput:.2f} (4 KiB) and {crowd/100KiB/throughput:.2f} (100 KiB) of the throughput of two. The 99th percentile of a batch is {crowd/4KiB/p99:.1f} and {crowd/100KiB/p99:.1f} times its median; the slowest client gets {crowd/4KiB/fair:.2f} and {crowd/100KiB/fair:.2f} of the mean. Random batches of 1024 samples of 100 bytes are {tokens/100B/numpy:.1f} times as fast as a numpy array's `table[indices]`. A second process opens 10 million samples in {open/10M/time:.1f} ms. A miss costs the daemon {cold/4KiB/depth128/daemon-cpu:.1f} µs of CPU at 4 KiB and {cold/100KiB/depth128/daemon-cpu:.1f} µs at 100 KiB, checksum included; while a client only hits, it uses {hot/4KiB/daemon-cpu:.2f} % of a core.
 """  # noqa: E501
 
 
@@ -73,11 +75,7 @@ WINDOWED = """\
 | design effect | {windowed/1KiB/design:.1f} | {windowed/4KiB/design:.1f} | {windowed/1KiB/buffer-design:.0f}, {windowed/4KiB/buffer-design:.0f} | 1 |
 """  # noqa: E501
 
-NOISE = """\
-The turns of a row of ffserve differ by {spread-half} % in the median row (highest minus lowest, as a share of the median) and by {spread-tenth} % in the worst tenth.
-"""  # noqa: E501
-
-SECTIONS = {"README.md": TEXT, "TORCH.md": WINDOWED, "BENCHMARKS.md": NOISE}
+SECTIONS = {"README.md": TEXT, "TORCH.md": WINDOWED, "BENCHMARKS.md": FIGURES}
 """The text of the measured section of each document."""
 JOBS = {
     "one-order": "ffserve, one order for both jobs", "own-orders": "ffserve, orders of their own",
@@ -129,7 +127,7 @@ def _machine(recorded: dict[str, Any]) -> str:
     if limit := facts.get("disk_limit"):
         text += (
             f", which delivers at most {limit} to fio and to everybody else "
-            "([why](docs/BENCHMARKS.md#a-disk-with-a-limit))"
+            "(docs/BENCHMARKS.md says why)"
         )
     return text
 

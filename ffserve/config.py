@@ -31,7 +31,6 @@ else:
 CONFIG_PATH = "/etc/ffserve/ffserve.toml"
 
 MIN_ARENA_SIZE = 1 << 20
-MIN_DEFAULT_ARENA_SIZE = 64 << 20
 MIN_STORE_SIZE = 32 << 20
 TABLES = ("store",)
 """The tables of the file. A key in a table is named after both, such as store.size."""
@@ -40,15 +39,11 @@ HUGE_PAGE_SIZE = 2 << 20
 EngineName = Literal["auto", "registered", "uring", "aio", "threads"]
 ENGINES: tuple[EngineName, ...] = ("auto", "registered", "uring", "aio", "threads")
 AccessName = Literal["passed", "own"]
-ACCESSES: tuple[AccessName, ...] = ("passed", "own")
 CommonName = Literal["world", "user"]
 COMMON: tuple[CommonName, ...] = ("world", "user")
 LogLevel = Literal["debug", "info", "warning", "error"]
-LOG_LEVELS: tuple[LogLevel, ...] = ("debug", "info", "warning", "error")
 HttpJobs = Literal["administrators", "all"]
-HTTP_JOBS: tuple[HttpJobs, ...] = ("administrators", "all")
 LogFormat = Literal["text", "json"]
-LOG_FORMATS: tuple[LogFormat, ...] = ("text", "json")
 
 LIVE = (
     "roots", "file_systems", "arena", "max_chunk_size", "max_sessions", "drain_timeout",
@@ -124,7 +119,7 @@ def default_arena_size() -> int:
     that is lower), in whole huge pages, and at least 64 MiB.
     """
     quarter = usable_memory() // 4 // HUGE_PAGE_SIZE * HUGE_PAGE_SIZE
-    return max(MIN_DEFAULT_ARENA_SIZE, quarter)
+    return max(64 << 20, quarter)
 
 
 def default_max_arena_size() -> int:
@@ -533,7 +528,7 @@ class ServerConfig:
         default="info",
         metadata=_choice(
             "log_level",
-            LOG_LEVELS,
+            ("debug", "info", "warning", "error"),
             "info",
             "Lowest severity of the messages on standard error.",
         ),
@@ -542,7 +537,7 @@ class ServerConfig:
         default="text",
         metadata=_choice(
             "log_format",
-            LOG_FORMATS,
+            ("text", "json"),
             "text",
             "Form of these messages: 'text', with the severity for the journal if they go there, "
             "or 'json', one object per line.",
@@ -565,7 +560,7 @@ class ServerConfig:
         default="administrators",
         metadata=_choice(
             "http_jobs",
-            HTTP_JOBS,
+            ("administrators", "all"),
             "administrators",
             "Who gets metrics with the names of jobs and the numbers of users, and a status page "
             "with these, command lines, files and log: 'administrators' (root and the daemon's "
@@ -614,7 +609,7 @@ class ServerConfig:
         default="passed",
         metadata=_choice(
             "store.access",
-            ACCESSES,
+            ("passed", "own"),
             "passed",
             "With what remote files are read: 'passed' (what each client passes, and nothing of "
             "the daemon's own) or 'own' (all that the daemon's process has: environment, files, "

@@ -158,6 +158,10 @@ class UsageError(FFServeError, ValueError):
     code = "usage"
 
 
+class FileNameError(UsageError, AssertionError):
+    """The name of a file does not end in .ffr, or is not that of a directory that is needed."""
+
+
 class CoreError(FFServeError, ImportError):
     """The compiled C core is missing, or was built from other sources."""
 
@@ -320,3 +324,14 @@ def raise_first(failed: dict[int, FFServeError]) -> None:
             raise error
         finally:
             del error
+
+
+def outside(index: int, count: int) -> SampleIndexError:
+    """Return the error for an index outside a dataset."""
+    return SampleIndexError(
+        f"the index is outside the dataset of {count} samples",
+        index=index,
+        hint=f"use indices from 0 to {count - 1}; negative ones are not supported"
+        if count
+        else "the dataset is empty",
+    )

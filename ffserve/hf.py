@@ -5,14 +5,16 @@
 
     data = ffserve.hf.dataset("/data/*.tfrecord", schema=pyarrow.schema([("label", "int64")]))
 
-``dataset`` returns a ``datasets.IterableDataset`` with one shard per file, so it can be split over
-workers and machines. Nothing is copied into a cache of Arrow files.
+``dataset`` returns a ``datasets.IterableDataset`` of many shards, so it can be split over workers
+and machines: few files are read in parts. Nothing is copied into a cache of Arrow files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from ffserve import example, formats
 from ffserve import reader as readers
@@ -25,29 +27,59 @@ def _as_bytes(sample: Any) -> dict[str, Any]:
     return {"sample": sample.tobytes()}
 
 
+SHARDS = 64
+"""A data set has at least so many shards: the workers of several machines get some each."""
+
+COMPRESSED = (".gz", ".zlib", ".deflate")
+"""Suffixes of TFRecord files that are read in order: a part of one costs a pass over all of it."""
+
+Part: TypeAlias = tuple[str, int, int]
+"""A file, and which of how many parts of it."""
+
+
+def _parts(files: list[str], least: int) -> list[Part]:
+    """Return the shards of a data set; a compressed file, which is read in order, is one."""
+    parts = -(-least // len(files))
+    return [
+        (path, k, of)
+        for path in files
+        for of in [1 if path.endswith(COMPRESSED) else parts]
+        for k in range(of)
+    ]
+
+
+def _batches(part: Part, options: dict[str, Any]) -> Iterator[tuple[int, Any]]:
+    """Yield the number of the first sample of each batch, and the batch."""
+    path, k, parts = part
+    with readers.open(path, **options) as reader:
+        first, chosen = 0, None
+        if parts > 1:
+            first, stop = (len(reader) * edge // parts for edge in (k, k + 1))
+            chosen = np.arange(first, stop)
+        for batch in reader.batches(chosen):
+            yield first, batch
+            first += len(batch)
+
+
 def _rows(
-    paths: list[str], decode: Callable[[Any], Mapping[str, Any]], options: dict[str, Any]
+    parts: list[Part], decode: Callable[[Any], Mapping[str, Any]], options: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    for path in paths:
-        with readers.open(path, **options) as reader:
-            for batch in reader.batches():
-                for sample in batch:
-                    yield dict(decode(sample))
+    for part in parts:
+        for _, batch in _batches(part, options):
+            for sample in batch:
+                yield dict(decode(sample))
 
 
 def _tables(
-    paths: list[str], schema: Any, record: str, options: dict[str, Any]
+    parts: list[Part], schema: Any, record: str, options: dict[str, Any]
 ) -> Iterator[tuple[Any, Any]]:
     """Yield keys, which differ, and tables."""
     import pyarrow as pa
 
-    for path in paths:
-        first = 0
-        with readers.open(path, **options) as reader:
-            for batch in reader.batches():
-                found = example.to_arrow(batch, schema, record=record, path=path, first=first)
-                yield (path, first), pa.Table.from_batches([found])
-                first += len(batch)
+    for part in parts:
+        for first, batch in _batches(part, options):
+            found = example.to_arrow(batch, schema, record=record, path=part[0], first=first)
+            yield (*part, first), pa.Table.from_batches([found])
 
 
 def dataset(
@@ -56,6 +88,7 @@ def dataset(
     decode: Callable[[Any], Mapping[str, Any]] = _as_bytes,
     schema: Any = None,
     record: str = "Example",
+    num_shards: int = SHARDS,
     **options: Any,
 ) -> Any:
     """Return samples as a ``datasets.IterableDataset``.
@@ -68,8 +101,10 @@ def dataset(
             columns are decoded, a batch at a time in C (``ffserve.example.to_arrow``). With
             ``with_format("arrow")`` they remain Arrow tables.
         record: "Example" or "SequenceExample", for ``schema``.
+        num_shards: at least so many shards; with fewer files each is read in as many parts as are
+            needed. A compressed TFRecord file is one shard.
         options: as for ``ffserve.open``.
-    Returns: an iterable dataset with one shard per file.
+    Returns: an iterable dataset.
     Raises:  UsageError: the package datasets is not installed, or both ``decode`` and ``schema``
              are given. Iteration raises as ``ffserve.open``, ``Reader.read`` and ``to_arrow``.
     """
@@ -79,19 +114,21 @@ def dataset(
         raise UsageError(
             f"datasets is not installed: {error}", hint="pip install 'ffserve[hf]'"
         ) from error
-    files = list(expand_paths(paths, suffixes=formats.suffixes()))
+    if num_shards < 1:
+        raise UsageError(f"num_shards={num_shards} must be at least 1")
+    parts = _parts(list(expand_paths(paths, suffixes=formats.suffixes())), num_shards)
     if schema is not None:
         if decode is not _as_bytes:
             raise UsageError("both decode and schema are given", hint="give one of them")
         from datasets.iterable_dataset import ArrowExamplesIterable
 
         tables = ArrowExamplesIterable(
-            _tables, {"paths": files, "schema": schema, "record": record, "options": options}
+            _tables, {"parts": parts, "schema": schema, "record": record, "options": options}
         )
         features = datasets.Features.from_arrow_schema(schema)
         return datasets.IterableDataset(tables, info=datasets.DatasetInfo(features=features))
-    # Of gen_kwargs, only lists are split over shards.
-    arguments = {"paths": files, "decode": decode, "options": options}
+    # Only lists in gen_kwargs are split over shards.
+    arguments = {"parts": parts, "decode": decode, "options": options}
     return datasets.IterableDataset.from_generator(_rows, gen_kwargs=arguments)
 
 

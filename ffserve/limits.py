@@ -15,10 +15,13 @@ the limit of all users.
   LEAST_ORDERS_SIZE, at most of half the memory beside the arena);
 - tables of prepared samples: four fifths of 1 part in PREPARED_SHARE of the arena (at least of
   LEAST_PREPARED_SIZE);
+- bytes on their way from origins, FETCH_SIZE for each of ORIGIN_THREADS requests to each of
+  MOST_ORIGINS: 4 GiB;
 - tables of open files, 32 bytes per sample, which have no limit per user (docs/SECURITY.md).
 
-With an arena of 64 GiB that is 160 MiB + 12.8 GiB + 12.8 GiB at the very most. In the arena, leases
-of one user pin at most four fifths of 1 part in LEASED_SHARE: two fifths.
+With an arena of 64 GiB that is 160 MiB + 12.8 GiB + 12.8 GiB at the very most, and 4 GiB with
+remote files. In the arena, leases of one user pin at most four fifths of 1 part in LEASED_SHARE:
+two fifths.
 
 **Descriptors.** With a limit of N on open files (RLIMIT_NOFILE), the daemon opens
 
@@ -36,7 +39,10 @@ shards, and an OPEN that finds no descriptor closes idle shards or fails with a 
 
 **Threads.** For each user USER_OPENINGS that open files (ASKED_AT_ONCE each for remote files),
 CLOSING_THREADS, one that explains damaged samples, one that reads samples a second time, one that
-copies prepared samples, and `store/fetching.py: THREADS` for each of MOST_ORIGINS.
+copies prepared samples, and ORIGIN_THREADS for each of MOST_ORIGINS. For all users, BLOCK_THREADS.
+
+**Disk.** The store takes at most `store.limit`. Of that, the state of one object has at most 1 part
+in OVERHEAD_SHARE, and an announced order fetches at most MOST_FETCHED_AHEAD before it is used.
 """
 
 from __future__ import annotations
@@ -46,7 +52,7 @@ from ffserve.protocol import MAX_FRAME_SIZE
 # ---- each user --------------------------------------------------------------------------------
 
 OTHERS_SHARE = 4
-"""A user may have so many times what no user has, of sessions, leases, orders and prepared
+"""A user may have this many times what no user has, of sessions, leases, orders and prepared
 samples."""
 MOST_RECEIVED = 32 << 20
 """Bytes of incomplete messages; beyond, only small messages are received."""
@@ -103,7 +109,7 @@ MOST_DATASETS = 4096
 MOST_HELD = 8192
 """Samples that one data set has claimed; further ones are not shared."""
 LEAST_WAITING = 64
-"""A CLAIM that waits counts as so many samples at least."""
+"""A CLAIM that waits counts as this many samples at least."""
 MOST_WAITING = 64
 """CLAIMs of one data set that wait."""
 MOST_ERRORS = 1024
@@ -112,6 +118,24 @@ MOST_NAME = 200
 """Characters in the name of a job, of an order, or of a preparation."""
 MOST_TAG, MOST_URL = 1024, 8192
 """Characters of an ETag (or of what an origin has instead), and of a URL."""
+
+# ---- remote files -----------------------------------------------------------------------------
+
+ORIGIN_THREADS = 16
+"""Requests to one origin at the same time, each in a thread; further ones wait."""
+FETCH_SIZE = 4 << 20
+"""Bytes of one request to an origin; each costs milliseconds of CPU and a round trip."""
+MOST_ACCESS = 64 << 10
+"""Characters of the credentials that a client passes with an OPEN; longer ones are refused."""
+BLOCK_THREADS = 4
+"""Threads that look for blocks in the store, for all users; further calls wait."""
+MOST_FETCHED_AHEAD = 256 << 20
+"""Bytes that an announced order fetches ahead; at most a quarter of the store."""
+MOST_READ_AHEAD = 128 << 20
+"""Bytes that are fetched ahead of a reader in order."""
+OVERHEAD_SHARE = 8
+"""The state of one object takes at most 1 part in OVERHEAD_SHARE of the store; a larger object is
+refused."""
 
 # ---- descriptors ------------------------------------------------------------------------------
 
@@ -196,3 +220,9 @@ MOST_LABEL = 100
 """Characters of a label of a metric."""
 MOST_HTTP_REQUEST_SIZE = 8192
 """Bytes of an HTTP request."""
+
+
+def most_sessions(wanted: int, most_files: int) -> int:
+    """Return how many sessions there may be: each needs a descriptor, of which shards take three
+    quarters."""
+    return min(wanted, max(int(most_files * SESSIONS_PART) - RESERVED_SESSIONS, FEWEST_SESSIONS))

@@ -39,7 +39,6 @@ Weights: TypeAlias = "Sequence[float] | Mapping[int, Sequence[float]]"
 DEFAULT_STEP = 256
 """The shares are kept in steps of this many samples if the caller names no batch size."""
 MOST_DATASETS = 1 << 16
-_GOLDEN = (math.sqrt(5) - 1) / 2
 _PASSES, _PARTS, _STEPS, _OFFSET = range(4)
 """Second word of a key: for a pass of one epoch, for one that epochs share, for the steps' order,
 for the data sets that are rounded up."""
@@ -336,7 +335,7 @@ def _rounded(quotas: list[Fraction], total: int, least: list[int]) -> list[int]:
 
 def _stride(steps: int) -> int:
     """Return a number without common divisor with ``steps``, near a golden section of it."""
-    stride = max(1, int(steps * _GOLDEN))
+    stride = max(1, int(steps * (math.sqrt(5) - 1) / 2))
     while math.gcd(stride, steps) > 1:
         stride += 1
     return stride

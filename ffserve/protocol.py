@@ -28,34 +28,35 @@ VERSIONS = (VERSION,)
 """The versions that this release speaks, the newest first: its own, and the one before it, from 2
 on. Version 1 had no access by descriptor."""
 MAX_FRAME_SIZE = 16 * 1024 * 1024
-"""A body has at most so many bytes. That is enough for an OPEN of 100,000 paths, and bounds a false
-size."""
+"""A body has at most this many bytes. That is enough for an OPEN of 100,000 paths, and bounds a
+false size."""
 MAX_MESSAGE_SIZE = 1024 * 1024
-"""A body from a client has at most so many bytes, except that of OPEN."""
+"""A body from a client has at most this many bytes, except that of OPEN."""
 MAX_LIST_COUNT = 262_144
-"""A list of an OPEN has at most so many values."""
+"""A list of an OPEN has at most this many values."""
 FEW_VALUES = 64
-"""Other lists and maps have at most so many values if the client's message is larger than
+"""Other lists and maps have at most this many values if the client's message is larger than
 STEP_SIZE."""
 STEP_SIZE, STEP_COUNT = 16_384, 512
-"""A decoder handles so many bytes of a body, or values of a list, in one step."""
+"""A decoder handles this many bytes of a body, or values of a list, in one step."""
 MAX_CONTAINERS = 16_384
-"""A frame has at most so many lists and maps. When it is decoded, each takes much more memory than
-its bytes."""
+"""A frame has at most this many lists and maps. When it is decoded, each takes much more memory
+than its bytes."""
 MAX_GET_COUNT = 65_536
-"""A GET or LEASE has at most so many indices; a client splits a larger request."""
+"""A GET or LEASE has at most this many indices; a client splits a larger request."""
 MOST_TITLE, MOST_COMMAND = 64, 256
-"""HELLO describes a job to people with a name and a command of at most so many characters."""
+"""HELLO describes a job to people with a name and a command of at most this many characters."""
 MOST_REQUESTS = 64
-"""A session has at most so many GETs and LEASEs without a reply; its client delays further ones."""
+"""A session has at most this many GETs and LEASEs without a reply; its client delays further
+ones."""
 MOST_FILES = 253
-"""A FILES passes at most so many descriptors, the limit of Linux for one message (SCM_MAX_FD)."""
+"""A FILES passes at most this many descriptors, the limit of Linux for one message (SCM_MAX_FD)."""
 EVERY = "*"
 """If this is among the protocols of WELCOME, the daemon fetches by every protocol, for its own
 user."""
 MOST_TEXT = 8192
-"""A text in an error has at most so many characters. It may quote a message of the peer, which has
-up to MAX_FRAME_SIZE bytes."""
+"""A text in an error has at most this many characters. It may quote a message of the peer, which
+has up to MAX_FRAME_SIZE bytes."""
 
 _HEADER = struct.Struct("<I")
 _FILE_NAMES = "surrogateescape"
@@ -448,12 +449,12 @@ READABLE, YOURS, ELSEWHERE, UNSHARED = range(4)
 """The states of samples in CLAIMED: the sample is in memory; the client shall prepare it and PUT
 it; another session prepares it; the client shall prepare it for itself."""
 KEY_SIZE = 32
-"""The key in PREPARE has so many bytes."""
+"""The key in PREPARE has this many bytes."""
 MOST_CLAIMED = 1024
-"""A CLAIM or PUT has at most so many samples, which take half a millisecond of the daemon's
+"""A CLAIM or PUT has at most this many samples, which take half a millisecond of the daemon's
 loop."""
 MOST_PREPARED_SIZE = (1 << 32) - 1
-"""A prepared sample has at most so many bytes."""
+"""A prepared sample has at most this many bytes."""
 
 RECORD_FILE, INDEX_FILE = 0, 1
 """The kinds of descriptors in FILES."""
@@ -648,7 +649,7 @@ class Decoder:
                     self._steps = None
                     values = end.value
             else:
-                # What is large must be bytes: a million numbers would take 20 ms.
+                # Large content must be bytes: a million numbers would take 20 ms.
                 few = large and body[1] not in _LARGE
                 self._containers = 0
                 self._most_containers = FEW_VALUES if few else MAX_CONTAINERS
@@ -737,7 +738,7 @@ class _Values(msgpack.Unpacker):  # type: ignore[misc]
         self._fed = 0
 
     def take(self, read: Callable[[], Any]) -> Any:
-        """Return what a method of this object returns. Raises: ValueError: nothing is left."""
+        """Return the result of a method of this object. Raises: ValueError: nothing is left."""
         while True:
             try:
                 return read()

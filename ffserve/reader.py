@@ -27,7 +27,8 @@ from ffserve.client.failover import OpenRequest, SourceSelector, closed_error
 from ffserve.client.local.local_source import LocalSource
 from ffserve.client.record_stream import RecordStream
 from ffserve.client.source import Batch, Leased, Source, cut
-from ffserve.dataset.layout import ShardInfo, as_int64, check_range
+from ffserve.dataset.layout import ShardInfo as ShardInfo
+from ffserve.dataset.layout import as_int64, check_range
 from ffserve.dataset.paths import PathLike, expand_paths
 from ffserve.disk.files import is_compressed
 from ffserve.dtypes import Bytes, Int64s
@@ -46,15 +47,15 @@ T = TypeVar("T")
 READ_AHEAD_SIZE = 4 * 1024 * 1024
 READ_AHEAD_COUNT = 1024
 REQUESTS_AHEAD = 3
-"""Iteration keeps so many requests in flight."""
+"""Iteration keeps this many requests in flight."""
 GROUP_COUNT, GROUP_SIZE = 512, 2 << 20
-"""Small batches are asked for together, up to so many samples and bytes: a request costs the daemon
-as much as fifty samples do..."""
+"""Small batches are asked for together, up to this many samples and bytes: a request costs the
+daemon as much as fifty samples do..."""
 GROUP_FIRST = 128
 """... but the first group has at most that many, and each that follows up to twice as many as the
 one before it, so that the first batch does not wait for 512 samples."""
 SIZES_AT_ONCE = 65_536
-"""One request looks up the lengths of so many samples."""
+"""One request looks up the lengths of this many samples."""
 
 _OF_THIS_PROCESS = frozenset(
     ("_announced", "_indexing", "_opening", "_selector", "_selectors", "_stream")

@@ -45,7 +45,6 @@ SMALL = (b"first", b"", b"\0" * 20, b"the fourth", b"", b"last")
 bit."""
 MEMORY_LIMIT = 32 << 20
 """Opening a file of a few hundred bytes may allocate at most this much memory."""
-_ABSURD = (2**32 - 1, 2**40, 2**62, 2**64 - 1)
 
 Outcome = list[bytes | FFServeError]
 
@@ -238,7 +237,7 @@ class FormatConformance:
         try:
             for content in self._files():
                 for offset in range(len(content) - 3):
-                    for value in _ABSURD:
+                    for value in (2**32 - 1, 2**40, 2**62, 2**64 - 1):
                         damaged = bytearray(content)
                         part = value.to_bytes(8, "little")[: 4 if value < 2**32 else 8]
                         damaged[offset : offset + len(part)] = part

@@ -6,16 +6,24 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import uvloop
+from costs import Costs
 from daemon import Daemon, serving
 from hypothesis import HealthCheck, settings
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job ignores Ctrl-C, and so would every process that the tests send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# pytest has put this folder there. Its folders torch, ray and spark would be found as packages
+# where the real ones are not installed.
+sys.path[:] = [path for path in sys.path if path != str(Path(__file__).parent)]
 
 
 # Hundreds of processes are started here; to compile the sources anew takes each a quarter of its
@@ -27,8 +35,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 multiprocessing.set_forkserver_preload(["__main__", "torch"])
 
 
-# A slow or busy machine is no failure. `make test` draws the same examples in each run, so that
-# what it says depends on the sources only; `make check`, `make soak` and `make fuzz` draw new ones.
+# A slow or busy machine is no failure. `make test` and CI draw the same examples in each run, so
+# that what they say depends on the sources only; `make check`, `make soak` and `make fuzz` draw
+# new ones.
 settings.register_profile(
     "ffserve",
     settings(),
@@ -54,6 +63,17 @@ def server(request: pytest.FixtureRequest) -> Iterator[str]:
         return
     with serving(options=["--max-chunk-size", "8MiB"]) as daemon:
         yield daemon.socket
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--costs`."""
+    parser.addoption("--costs", action="store_true", help="print the CPU per folder and per file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure what tests cost, where that is asked for."""
+    if config.getoption("--costs"):
+        config.pluginmanager.register(Costs())
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:

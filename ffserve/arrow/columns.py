@@ -64,7 +64,7 @@ class Leaf(NamedTuple):
 
 
 def leaf_of(column: str, type: Any) -> Leaf:
-    """Return what a column of this Arrow type holds.
+    """Return the leaf of a column of this Arrow type.
 
     Raises: UsageError for a type that Example messages do not have.
     """
@@ -178,7 +178,7 @@ def _explained(fault: Fault, schema: Any, record: str, place: Place) -> FormatEr
             "give a schema with bigint, or with double for integers up to 2^53",
         ),
         engine.LARGE: (
-            "a batch holds more than 2 GiB of it",
+            "a batch holds more than 2 GiB of this column",
             "read fewer records at a time",
         ),
     }
@@ -388,7 +388,7 @@ def _floats(items: Any, leaf: Leaf, name: str, edges: Any, place: Place) -> NDAr
 
 
 def _survives(items: Any, narrow: NDArray[np.float32], type: Any) -> NDArray[np.bool_]:
-    """Whether each decimal is what a reader makes of its float."""
+    """Whether a reader gets each decimal back from its float."""
     wide = narrow.astype(np.float64)
     fit: NDArray[np.bool_] = np.abs(wide) < 10.0 ** (type.precision - type.scale)
     back = _decimals_of(np.where(fit, wide, 0.0), type)
@@ -402,12 +402,12 @@ def _survives(items: Any, narrow: NDArray[np.float32], type: Any) -> NDArray[np.
 
 @dataclass
 class _Seen:
-    """What is known of a feature: by kind, a place where it has values of it."""
+    """The kinds of values that a feature has, each with a place where it occurs."""
 
     kinds: dict[int, Place] = field(default_factory=dict)
     empty: set[int] = field(default_factory=set)
     depths: dict[bool, Place] = field(default_factory=dict)
-    """Whether it is a feature list, and where."""
+    """Whether the feature is a feature list, each with a place where it is."""
     several: bool = False
     binary: bool = False
 
@@ -415,9 +415,9 @@ class _Seen:
 class Inference:
     """The schema of records that are added batch by batch.
 
-    A feature that has exactly one value wherever it occurs is a scalar, any other a list; a feature
-    list is a list of lists. Integers in some records and floats in others are floats. Byte strings
-    are text if all of them are UTF-8.
+    A feature that nowhere has more than one value is a scalar (an empty one is null), any other a
+    list; a feature list is a list of lists. Integers in some records and floats in others are
+    floats. Byte strings are text if all of them are UTF-8.
     """
 
     def __init__(self, record: str = "Example") -> None:
@@ -425,7 +425,7 @@ class Inference:
         self._seen: dict[bytes, _Seen] = {}
 
     def add(self, records: ExampleRecords, place: Place = NOWHERE) -> None:
-        """Take a batch. Raises: FormatError: a record that is not such a message."""
+        """Add a batch. Raises: FormatError: a record that is not such a message."""
         try:
             found = engine.infer(records, sequence=self._record == "SequenceExample")
         except Fault as fault:
@@ -446,7 +446,7 @@ class Inference:
         seen.binary |= one.binary
 
     def merge(self, other: Inference) -> None:
-        """Take what another inference has found."""
+        """Add the features that another inference has found."""
         for name, theirs in other._seen.items():
             seen = self._seen.setdefault(name, _Seen())
             seen.kinds = {**theirs.kinds, **seen.kinds}

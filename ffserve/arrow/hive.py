@@ -22,8 +22,7 @@ import pyarrow as pa
 
 from ffserve.disk.files import wrap_os_error
 from ffserve.errors import FormatError, MissingFile, UsageError
-from ffserve.store.fetching import find
-from ffserve.store.origin import ObjectVersion, sized
+from ffserve.store.public import ObjectVersion, find, sized
 from ffserve.store.urls import has_magic, is_url, shown
 
 NULL = "__HIVE_DEFAULT_PARTITION__"
@@ -165,9 +164,10 @@ def _with_column(values: Values, name: str, path: str) -> Values:
     pair = parse(name)
     if pair is None:
         raise FormatError(
-            "the directory is not column=value, as those of a partitioned table are",
+            "the directory is not named column=value, as the directories of a partitioned table "
+            "are",
             path=path,
-            hint="load this directory by itself, or the files by a pattern",
+            hint="load this directory alone, or name the files by a pattern",
         )
     if pair[0] in dict(values):
         raise FormatError(f"the partition column {pair[0]!r} comes twice", path=path)

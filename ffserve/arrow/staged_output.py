@@ -33,7 +33,7 @@ TEMPORARY, SUCCESS = "_temporary", "_SUCCESS"
 _OWNER, _PLAN, _OLD = "owner.json", "commit.json", "old"
 
 Mode = Literal["error", "append", "overwrite", "dynamic"]
-"""What happens to files that are there: "error" refuses them; "overwrite" replaces all of them,
+"""The treatment of existing files: "error" refuses them; "overwrite" replaces all of them,
 "dynamic" those in partitions that get new ones."""
 
 
@@ -48,7 +48,7 @@ class StagedFile:
 
     @property
     def place(self) -> str:
-        """Where it goes, relative to the output directory."""
+        """The path of the file, relative to the output directory."""
         return os.path.join(self.directory, self.name)
 
 
@@ -88,7 +88,7 @@ class OutputJob:
     id: str
     mode: Mode
     created: bool
-    """Whether the output directory is the job's own."""
+    """Whether the job has created the output directory."""
 
     @property
     def root(self) -> str:
@@ -115,7 +115,7 @@ class OutputJob:
             new = _make(os.path.join(target, TEMPORARY), f".{name}")
             for other in os.listdir(os.path.dirname(job.root)):
                 _recover(cls(target, other, "append", False))
-            # It appears with its owner.
+            # The directory appears together with the file of its owner.
             _write(os.path.join(new, _OWNER), json.dumps(_identity(pid)))
             os.rename(new, job.root)
         return job
@@ -163,7 +163,7 @@ class OutputJob:
             sync_directory(directory)
 
     def _replaced(self, files: Iterable[StagedFile]) -> list[str]:
-        """Return what gives way to the new files, relative to the target."""
+        """Return the existing files that the new ones replace, relative to the target."""
         if self.mode == "overwrite":
             return _entries(self.target)
         if self.mode != "dynamic":

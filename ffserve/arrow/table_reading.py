@@ -1,9 +1,9 @@
 """Reading record files as a table: the schema, the pieces, and the batches of a piece.
 
-Whoever plans lists the files (``hive.find_files``) and divides them into pieces: small files are
-one each, big ones are split by records. Splitting needs the number of records: FFRecord and
-RecordIO store it, plain TFRecord files get it from their index file or a scan; compressed TFRecord
-files are not split. Whoever reads a piece gets Arrow batches. Nothing here knows an engine for
+The planner lists the files (``hive.find_files``) and divides them into pieces: a small file is one
+piece, a big one is split by records. Splitting needs the number of records: FFRecord and RecordIO
+store it, plain TFRecord files get it from their index file or a scan; compressed TFRecord files are
+not split. The task that reads a piece gets Arrow batches. This module depends on no engine for
 tables: ``ffserve.spark`` and ``ffserve.ray`` hand its pieces to their tasks.
 """
 
@@ -30,17 +30,14 @@ from ffserve.arrow import hive
 from ffserve.arrow.columns import Inference, Place, check_schema, decode, records_at
 from ffserve.arrow.hive import DataFile
 from ffserve.arrow.record_types import RecordType
-from ffserve.disk.files import is_compressed, open_regular, read_at_of
+from ffserve.disk.files import is_compressed, is_compressed_head, open_regular, read_at_of
 from ffserve.dtypes import Bytes
 from ffserve.engine import codec
 from ffserve.engine.codec import FRAME_HEADER_SIZE, FRAME_SIZE, checksums
 from ffserve.engine.example import ExampleRecords
 from ffserve.errors import FFServeError, FormatError, UsageError
 from ffserve.formats.base import CHECKSUM_CRC32C, HEAD_SIZE, ReadAt
-from ffserve.formats.tfstream import compression_of
-from ffserve.store.object_tables import parsed
-from ffserve.store.origin import ObjectVersion
-from ffserve.store.ranges import RangedObject
+from ffserve.store.public import ObjectVersion, RangedObject, parsed
 from ffserve.system.socket_path import find_socket
 
 if TYPE_CHECKING:
@@ -49,9 +46,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("ffserve")
 
 BATCH_COUNT, BATCH_SIZE = 8192, 8 << 20
-"""An Arrow batch has at most so many records, and about so many bytes of them."""
+"""An Arrow batch has at most this many records, and about this many bytes of them."""
 FRAMES_SIZE = 1 << 20
-"""So many bytes of frames are read and decoded at a time: they stay in the core's cache."""
+"""This many bytes of frames are read and decoded at a time, so that they stay in the core's
+cache."""
 _NEVER = 1 << 64
 BYTES_COLUMN = "byteArray"
 Numbered = tuple[ExampleRecords, NDArray[np.int64]]
@@ -60,11 +58,12 @@ Numbered = tuple[ExampleRecords, NDArray[np.int64]]
 
 @dataclass(frozen=True)
 class RecordTable:
-    """How record files are read as a table.
+    """The settings by which record files are read as a table.
 
     format: of the files. record_type: of their records. skip: leave out damaged records, and log
     how many. server: as for ``ffserve.open``; remote files are read by ranges with "auto", too: a
-    task reads each byte once. zone: the time zone of partition timestamps.
+    task reads each byte once. zone: the time zone of partition timestamps. frames_size: bytes of
+    frames that are read and decoded at a time.
     """
 
     format: str
@@ -72,6 +71,7 @@ class RecordTable:
     skip: bool = False
     server: str = "off"
     zone: str = "UTC"
+    frames_size: int = FRAMES_SIZE
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def _head(read_at: ReadAt, size: int) -> bytes:
 def _is_compressed(file: DataFile | FilePiece) -> bool:
     if file.version is None:
         return is_compressed(file.path)
-    return compression_of(_head_of(file)[0]) is not None
+    return is_compressed_head(_head_of(file)[0])
 
 
 # ---- the pieces ----------------------------------------------------------------------------------
@@ -413,7 +413,7 @@ def _from_daemon(table: RecordTable, piece: FilePiece) -> bool:
     if piece.version is not None and table.server == "auto":
         return False
     if table.server in ("auto", "start"):
-        from ffserve.client.daemon.autostart import start_wanted
+        from ffserve.client.public import start_wanted
 
         starts = table.server == "start" or start_wanted()
         there = starts or os.path.exists(find_socket())
@@ -430,7 +430,7 @@ def _framed(table: RecordTable, piece: FilePiece) -> Iterator[Numbered]:
     row, at = piece.start, piece.begin
     with _opened(piece) as (read_at, size):
         end = size if piece.end < 0 else piece.end
-        buffer = np.empty(FRAMES_SIZE, np.uint8)
+        buffer = np.empty(table.frames_size, np.uint8)
         while at < end:
             records, taken, wanted = _frames(read_at, at, buffer[: end - at])
             if taken:

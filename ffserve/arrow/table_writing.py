@@ -22,12 +22,13 @@ from ffserve.writer import Writer, create
 OPEN_FILES = 128
 """A task keeps this many partitions open at once, and closes the one that was written least
 recently."""
-_SUFFIXES = {"gzip": ".gz", "zlib": ".zlib"}
+_SUFFIXES = {"gzip": ".gz", "zlib": ".deflate"}
+"""As Hadoop's codecs name their files."""
 
 
 @dataclass(frozen=True)
 class TableOutput:
-    """How a table is written.
+    """The settings by which a table is written.
 
     compression: "none", "gzip", "zlib" or "snappy"; "" for the format's own choice. partition_by:
     columns that become directories. max_records: per file; 0 for any number.

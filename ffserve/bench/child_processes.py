@@ -18,12 +18,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-from ffserve.client.daemon import connection
+from ffserve.client import public as client
 from ffserve.disk.output import write_error
 from ffserve.errors import FFServeError, ServerUnavailable
 
 START_TIMEOUT_S = 20.0
-STOP_TIMEOUT_S = 10.0
 POLL_S = 0.02
 
 
@@ -145,7 +144,7 @@ def daemon(
     options: Sequence[str] = (),
     *,
     program: Sequence[str] | None = None,
-    ask: Callable[[str], dict[str, Any]] = connection.status,
+    ask: Callable[[str], dict[str, Any]] = client.status,
     before_exec: Callable[[], None] | None = None,
 ) -> Iterator[Daemon]:
     """Run a daemon for as long as the context lasts; it answers when the context begins.
@@ -221,7 +220,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.terminate()
         try:
-            process.wait(STOP_TIMEOUT_S)
+            process.wait(10.0)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -1,1 +1,1 @@
-"""What stays in memory: slots of the arena, the shared tables, and the policy over both."""
+"""The cache: slots of the arena, the shared tables, and the policy of eviction over both."""

@@ -26,11 +26,11 @@ _CHUNKED_SHIFT = 40
 """The shift of a shard whose records are in chunks: its blocks are not known before it is
 opened."""
 _PART = 65_536
-"""The blocks of so many slots are computed together."""
+"""The blocks of this many slots are computed together."""
 
 
 class Adopted:
-    """What was found in a predecessor's memory.
+    """The result of an adoption of a predecessor's memory.
 
     samples: adopted. size: bytes of their slots. lost: samples that were readable and are not any
     more. loading: slots that may still be written to. leased: slots with leases of clients that the

@@ -22,24 +22,25 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ffserve.cache.arena import Arena, first_run, joined
+from ffserve.cache.arena import NO_SLOTS, Arena, first_run, joined
 from ffserve.cache.policy import Policy
 from ffserve.cache.tables import ShardTable
 from ffserve.dtypes import Bools, Floats, Int64s
 from ffserve.engine.slots import FAILED, LOADING, RESIDENT, Slots
 
 STEAL_WINDOW = 256
-"""If a slab must be emptied, so many slabs are compared."""
+"""If a slab must be emptied, this many slabs are compared."""
 
 MOST_LOOKED_AT = 65_536
-"""So many slots or samples are examined together, which takes 1 to 6 ms."""
+"""This many slots or samples are examined together, which takes 1 to 6 ms."""
 
 GIVING_PAUSE_S = 2e-6
-"""After all slots were examined in vain, at 40 ns each, the search pauses for so long per slot."""
+"""After all slots were examined in vain, at 40 ns each, the search pauses for this long per
+slot."""
 
 RETIRE_WINDOW = 16
-"""When the arena shrinks, so many slabs are emptied together, which takes 5 ms with slots of
-4 KiB."""
+"""When the arena shrinks, this many slabs are emptied together, which takes 5 ms with slots of 4
+KiB."""
 
 Retract: TypeAlias = Callable[[Int64s, Int64s, Int64s, Int64s], None]
 """Make blocks unreadable: firsts, counts, slot offsets, slot sizes. After it returns, no reader
@@ -47,8 +48,6 @@ accepts the old bytes."""
 
 Part: TypeAlias = tuple[int, Int64s, bool]
 """Slots of one size class, and whether they are expendable: taken at another sample's cost."""
-
-_NO_SLOTS: Int64s = np.zeros(0, np.int64)
 
 
 @dataclass(slots=True)
@@ -126,7 +125,7 @@ class Allocator:
         Returns: int64[n], slots, -1 where there is none; the slots by size class; whether each size
             has one.
         """
-        slots = np.full(len(sizes), -1, np.int64) if len(classes) > 1 else _NO_SLOTS
+        slots = np.full(len(sizes), -1, np.int64) if len(classes) > 1 else NO_SLOTS
         parts: list[Part] = []
         complete = True
         for size_class, rows in classes:
@@ -227,7 +226,7 @@ class Allocator:
 
     def _evict_idle(self, size_class: int, count: int) -> Int64s:
         if not self._policy.has_idle(size_class):
-            return _NO_SLOTS
+            return NO_SLOTS
         victims = self._policy.idle_victims(size_class, count, self._usable_idle)
         self._evict(victims)
         return victims

@@ -43,7 +43,7 @@ OWN_CLASSES = 16
 OWN_GAIN = 1 / 64
 """A class is made for one size if a slab then holds more slots by this share at least."""
 LONGEST_RUN = 8
-"""A run of slabs that is cut into slots has at most so many slabs."""
+"""A run of slabs that is cut into slots has at most this many slabs."""
 RUN_SHARE = 16
 """Such a run has at most 1 part in RUN_SHARE of the arena."""
 RUN_WASTE = 1 / 256
@@ -53,7 +53,7 @@ _FREE = -1
 _RETIRED = -3
 """The class of slabs that are beyond the present size of the arena."""
 _ALL = slice(None)
-_NO_SLOTS: Int64s = np.zeros(0, np.int64)
+NO_SLOTS: Int64s = np.zeros(0, np.int64)
 
 
 class FreeSlots:
@@ -120,13 +120,23 @@ class Arena:
         size: bytes; rounded down to whole slabs.
         limit: bytes to which it can grow, at least `size`; None: it cannot.
         slab_size: bytes of a slab, a power of two; None: what suits `size`.
+        run_share, run_waste: see RUN_SHARE and RUN_WASTE.
     Raises: UsageError when smaller than SMALLEST_ARENA.
 
     give: gives an empty slab, of this number, the pages of a domain, of this number; False: that is
     not possible now. A simulation has no pages to give.
     """
 
-    def __init__(self, size: int, limit: int | None = None, slab_size: int | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        limit: int | None = None,
+        slab_size: int | None = None,
+        *,
+        run_share: int = RUN_SHARE,
+        run_waste: float = RUN_WASTE,
+    ) -> None:
+        self._run_share, self._run_waste = run_share, run_waste
         if size < SMALLEST_ARENA:
             raise UsageError(
                 f"an arena of {size} bytes is too small",
@@ -287,13 +297,14 @@ class Arena:
     def _run_for(self, size: int) -> int:
         """Return how many slabs together leave the least over, or so little that it is no matter,
         when they are cut into slots of a size."""
-        longest = max(min(LONGEST_RUN, self.open_count // RUN_SHARE, size // SMALLEST_SLOT), 1)
+        most = self.open_count // self._run_share
+        longest = max(min(LONGEST_RUN, most, size // SMALLEST_SLOT), 1)
         best, least = 1, 1.0
         for run in range(1, longest + 1):
             waste = run * self.slab_size % size / (run * self.slab_size)
             if waste < least:
                 best, least = run, waste
-            if least <= RUN_WASTE:
+            if least <= self._run_waste:
                 break
         return best
 
@@ -352,7 +363,7 @@ class Arena:
             self._cut_slabs(size_class, count)
         free = self._free_slots[size_class]
         if not free.count:
-            return _NO_SLOTS
+            return NO_SLOTS
         taken = free.take(count)
         slabs = taken // self.slots_per_slab
         if np.count_nonzero(slabs != slabs[0]) == 0:
@@ -588,7 +599,7 @@ def joined(parts: Sequence[Int64s]) -> Int64s:
     filled = [part for part in parts if len(part)]
     if len(filled) == 1:
         return filled[0]
-    return np.concatenate(filled) if filled else _NO_SLOTS
+    return np.concatenate(filled) if filled else NO_SLOTS
 
 
 def first_run(free: Bools, need: int) -> int | None:

@@ -31,7 +31,7 @@ from ffserve.engine.slots import FAILED, FREE, LOADING, RESIDENT, Slots
 from ffserve.errors import STATUS_TOO_LARGE, Failure
 
 FITTED, FITTED_OF_EACH = 4096, 64
-"""So many blocks are examined for being all of one size: of all shards that are opened together,
+"""This many blocks are examined for being all of one size: of all shards that are opened together,
 and of each shard at least."""
 ONE_SIZE = 31 / 32
 """Blocks count as all of one size if their mean size is at least this part of the largest."""

@@ -1,4 +1,4 @@
-"""Inventory: what a daemon's memory holds, in a memory file, for the daemon that comes after it.
+"""Inventory: a description of a daemon's memory, in a memory file, for the next daemon.
 
 The samples themselves need no record: an entry of the directory that is readable says which bytes
 of which arena are which sample, at every moment, since clients act on it at every moment. What
@@ -192,7 +192,7 @@ class Inventory:
             raise ReadError(f"the inventory has invalid sizes: {slabs} slabs of {slab_size} bytes")
         slots = slabs * (slab_size // SMALLEST_SLOT)
         if slots >= 1 << 31 or _places(slabs, slots)[1] != size:
-            raise ReadError(f"the inventory has {size} bytes, which is not what {slabs} slabs need")
+            raise ReadError(f"the inventory has {size} bytes, which does not fit its {slabs} slabs")
         return cls(file, slabs, slots)
 
     def close(self) -> None:

@@ -20,21 +20,21 @@ from ffserve.engine.slots import mark
 from ffserve.limits import MOST_EPOCHS
 
 MOST_ADVANCED = 65_536
-"""A job advances by at most so many positions in one step, so that the daemon's loop serves others
-in between."""
+"""A job advances by at most this many positions in one step, so that the daemon's loop serves
+others in between."""
 PACE_S = 20.0
 """The pace of a job is an average that fades with this time constant."""
 UNKNOWN_PACE = 1000.0
-"""A job that has made no progress yet is assumed to read so many samples per second."""
+"""A job that has made no progress yet is assumed to read this many samples per second."""
 ASLEEP_S = 10.0
-"""A job without progress for so long, and for a tenth of its epoch, is inactive."""
+"""A job without progress for this long, and for a tenth of its epoch, is inactive."""
 REFRESH = 256
-"""The times of parts are computed anew so many times per epoch."""
+"""The times of parts are computed anew this many times per epoch."""
 AHEAD_SHARE, AHEAD = 0.06, 8192
 """How far from its position a job may request samples, as a share of the epoch or in samples: its
 workers run ahead."""
 LOOKED_AT = 256
-"""After so many requested samples it is decided whether a job keeps to its order."""
+"""After this many requested samples it is decided whether a job keeps to its order."""
 REPEATS = 0.05
 """A silent job that repeats a larger share of its samples in an epoch draws with replacement."""
 FEW = 64
@@ -43,7 +43,7 @@ FADE = 0.98
 """A step or a lead is multiplied by this factor with each report."""
 
 USUAL = 16
-"""The usual step is a fading mean over about so many reports."""
+"""The usual step is a fading mean over about this many reports."""
 
 Table = tuple[AnnouncedOrder, Floats]
 _NONE: Int64s = np.zeros(0, np.int64)

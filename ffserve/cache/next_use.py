@@ -21,13 +21,13 @@ from ffserve.errors import UsageError
 from ffserve.limits import LEAST_ORDERS_SIZE
 
 USUAL_MISS_S = 1 / (500 << 20)
-"""Until the speed of the disk is known, it is assumed to read a byte in so many seconds."""
+"""Until the speed of the disk is known, it is assumed to read a byte in this many seconds."""
 
 FEW_JOBS = 4
 """The silent jobs of a group with more jobs than this are not evaluated anew for every search, at
 2 us per job."""
 MOMENTS, LONGEST_MOMENT_S = 64, 0.1
-"""These jobs are evaluated anew so many times in the rest of the epoch that ends first, and at
+"""These jobs are evaluated anew this many times in the rest of the epoch that ends first, and at
 least once in LONGEST_MOMENT_S."""
 
 
@@ -249,7 +249,10 @@ class NextUse:
         if size > self.most_size:
             raise UsageError(
                 f"all announced orders together would take {size} bytes",
-                hint=f"the daemon keeps {self.most_size}; jobs of one seed share theirs",
+                hint=(
+                    f"the daemon keeps {self.most_size} bytes of orders; jobs that draw their "
+                    "order with the same seed share it"
+                ),
             )
         self._arriving.add(arriving)
         return arriving

@@ -30,7 +30,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ffserve.cache.arena import Arena, joined
+from ffserve.cache.arena import NO_SLOTS, Arena, joined
 from ffserve.cache.next_use import Group, NextUse
 from ffserve.dtypes import Bools, Int32s, Int64s
 from ffserve.engine.slots import MIXED, NO_KEY, Residents, by_key
@@ -38,14 +38,15 @@ from ffserve.engine.slots import MIXED, NO_KEY, Residents, by_key
 NONE = NO_KEY
 FAR, READY, STALE, EXPENDABLE, IDLE = 1 << 58, 1 << 59, 1 << 60, 1 << 61, 1 << 62
 FEW = 256
-"""A bucket with at least so many entries is purged of those that have moved before it grows."""
+"""A bucket with at least this many entries is purged of those that have moved before it grows."""
 SMALLEST_BUCKET = 128
-"""A bucket has room for so many slots at first: those of one turn, of which many are expendable."""
+"""A bucket has room for this many slots at first: those of one turn, of which many are
+expendable."""
 
 BUCKETS_PER_EPOCH = 64
-"""Keys distinguish so many parts of an epoch."""
+"""Keys distinguish this many parts of an epoch."""
 SLACK = 2
-"""A victim may be wanted earlier than estimated, by so many parts of an epoch."""
+"""A victim may be wanted earlier than estimated, by this many parts of an epoch."""
 UNSORTED_SHARE = 128
 """Stale residents are examined when they are one part in this many, so that it is done in bulk."""
 MOST_UNSORTED = 4096
@@ -53,11 +54,10 @@ READY_SHARE, MOST_READY = 96, 4096
 """A search keeps surplus victims for the next one: at most 1 part in READY_SHARE of the residents,
 and at most MOST_READY."""
 MOST_LOOKED_AT = 4096
-"""A search examines at most so many residents before it takes what it has found."""
+"""A search examines at most this many residents before it takes what it has found."""
 
 Usable: TypeAlias = Callable[[Int64s], Bools]
 """Return which of these slots can be evicted now."""
-_NO_SLOTS: Int64s = np.zeros(0, np.int64)
 _ALL = slice(None)
 
 
@@ -317,10 +317,10 @@ class EvictionSearch:
         # silent jobs have seen changes too fast for that.
         more = min(MOST_READY, bucket_set.entries // READY_SHARE) if group.announced else 0
         missing = count if READY in bucket_set.buckets else max(count, more)
-        found, looked = [_NO_SLOTS], 0
+        found, looked = [NO_SLOTS], 0
         nearest = FAR
         spared: list[tuple[Int64s, Int64s]] = []
-        slots, keys = _NO_SLOTS, _NO_SLOTS
+        slots, keys = NO_SLOTS, NO_SLOTS
         unsorted = len(bucket_set.buckets.get(STALE, ()))
         if unsorted > min(bucket_set.entries // UNSORTED_SHARE, MOST_UNSORTED):
             most = max(MOST_LOOKED_AT, 8 * count)

@@ -23,14 +23,14 @@ from ffserve.errors import SampleIndexError, UsageError
 from ffserve.limits import MOST_VISITS
 
 PARTS = 250
-"""An epoch has so many parts, numbered from 1. A 0 in a table means that the sample does not come,
-or not any more."""
+"""An epoch has this many parts, numbered from 1. A 0 in a table means that the sample does not
+come, or not any more."""
 PIECE = 65_536
 """Positions are held and dropped in pieces of this size."""
 _FEW = 1 << 20
 
 STEP_COUNT, STEP_SIZE = 16_384, 1 << 20
-"""One step of a long calculation handles so many positions of an order, or bytes of its table."""
+"""One step of a long calculation handles this many positions of an order, or bytes of its table."""
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]
@@ -115,7 +115,7 @@ class AnnouncedOrder:
         if self.following is None:
             self.table[numbers - self.low] = 0
         else:
-            # Of a sample that comes twice here the last position counts.
+            # The last position counts if a sample comes twice here.
             self.table[numbers - self.low] = self.following[self._position : position]
         for k in range(self._position // PIECE, position // PIECE):
             self._pieces[k] = None
@@ -259,7 +259,7 @@ class Arriving:
         following = np.zeros(self.count, np.uint8)
         for part in range(PARTS, 0, -1):
             first, stop = order.edge(part), order.edge(part + 1)
-            # Of a sample that comes twice in a part both places have the same next use.
+            # Both places of a sample that comes twice in a part have the same next use.
             cuts = range(first, stop, STEP_COUNT)
             for start in cuts:
                 places = order.numbers(start, min(start + STEP_COUNT, stop)) - self._low

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ffserve.cache.arena import Arena, joined
+from ffserve.cache.arena import NO_SLOTS, Arena, joined
 from ffserve.cache.next_use import NextUse
 from ffserve.cache.next_use_buckets import (
     BUCKETS_PER_EPOCH,
@@ -43,15 +43,13 @@ from ffserve.dtypes import Floats, Int32s, Int64s
 from ffserve.engine.slots import MIXED
 
 MOST_LOOKED_AT = 65_536
-"""A search examines at most so many residents before it takes what it has found."""
+"""A search examines at most this many residents before it takes what it has found."""
 ADVANTAGE = 1.25
 """A resident of another group is evicted only if it is wanted later by this factor."""
 
 LOOK_FOR_SURPLUS, LOOKS = 8, 8
 """Expendable residents that no search needed are counted after every LOOK_FOR_SURPLUS searches; the
 smallest of LOOKS counts is the number that can be kept."""
-
-_NO_SLOTS: Int64s = np.zeros(0, np.int64)
 
 
 class Policy:
@@ -191,8 +189,8 @@ class Policy:
         bucket_sets = self.buckets.of_class[size_class]
         if len(bucket_sets) == 1 and taker in bucket_sets:
             return self._take(taker, size_class, count, usable, latest), 0
-        found, others = [_NO_SLOTS], 0
-        own = _NO_SLOTS
+        found, others = [NO_SLOTS], 0
+        own = NO_SLOTS
         missing = count
         for number, most in self._sources(size_class, taker):
             slots = self._take(number, size_class, min(missing, most), usable, latest)
@@ -258,7 +256,7 @@ class Policy:
     def givers(self, size_class: int, taker: int, coming: int) -> list[int]:
         """Return the groups whose slabs of other size classes a group may take: those that would
         have to give it slots, but have none of its size class, and keep their floor without a run
-        of slabs. Otherwise two groups would take the same slabs from one another for ever.
+        of slabs. Otherwise two groups would take the same slabs from each other for ever.
 
         Args: coming: bytes of slots that the group was given and has not entered yet.
         """
@@ -330,8 +328,8 @@ class Policy:
     ) -> Int64s:
         bucket_set = self.buckets.of_class[size_class].get(number)
         if bucket_set is None or not bucket_set.entries:
-            return _NO_SLOTS
-        ready = _NO_SLOTS
+            return NO_SLOTS
+        ready = NO_SLOTS
         if READY in bucket_set.buckets:
             ready = self._take_ready(bucket_set, count, usable, latest)
             if len(ready) == count:
@@ -350,7 +348,7 @@ class Policy:
     ) -> Int64s:
         """Take victims that an earlier search found."""
         if latest is not None and bucket_set.ready_s <= latest:
-            return _NO_SLOTS
+            return NO_SLOTS
         found: list[Int64s] = []
         missing = count
         while missing and READY in bucket_set.buckets:

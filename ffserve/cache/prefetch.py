@@ -26,10 +26,10 @@ from ffserve.cache.cache import Cache, Fetch, Load
 from ffserve.cache.jobs import JobProgress
 from ffserve.cache.orders import AnnouncedOrder
 from ffserve.dtypes import Int64s
-from ffserve.reads.windows import fewest, window_ends
+from ffserve.reads.windows import LEAST_SIZE, fewest, window_ends
 
 PIECE_COUNT = 128
-"""A piece has at most so many samples."""
+"""A piece has at most this many samples."""
 LONGEST_PIECE = 1024
 """If a piece is in memory already, the next one is twice as large, up to this size, since following
 an order costs more in short pieces."""
@@ -46,30 +46,29 @@ with every piece that is read."""
 FIRST_STEP = 32
 """Samples in a batch of a job that has not reported a position yet."""
 PIECES = 4
-"""A window is read in at least so many pieces, and its memory is given up in as many."""
-SMALLEST_PIECE = 8
+"""A window is read in at least this many pieces, and its memory is given up in as many."""
 MOST_LOOKED_AT = 64
-"""One search compares so many jobs and serves the most urgent one. If there are more jobs, the next
-search looks at others."""
+"""One search compares this many jobs and serves the most urgent one. If there are more jobs, the
+next search looks at others."""
 RETRY_S = 0.02
-"""After the arena had no room, the prefetcher pauses for so long."""
+"""After the arena had no room, the prefetcher pauses for this long."""
 LOOK = 65_536
 """Samples of a data set that are checked together for being in memory. When all of them are, its
 orders need not be followed until something is evicted."""
 SAMPLE_SIZE = 64 * 1024
 """Until the first sample of a job is read, its samples are assumed to have this size."""
 WINDOWS_AHEAD = 2.5
-"""So many windows of a windowed order are prefetched: the one in use, the next, and the beginning
+"""This many windows of a windowed order are prefetched: the one in use, the next, and the beginning
 of the one after it, so that the disk does not wait for a report of the position."""
 WINDOW_SHARE = 3
 """These windows and all other prefetched samples take at most 1 part in WINDOW_SHARE of the
 arena."""
 WINDOW_LOOK = 1 << 17
-"""The end of a window is searched for within so many samples, which takes 2 ms."""
+"""The end of a window is searched for within this many samples, which takes 2 ms."""
 WINDOW_PIECE_SIZE = 2 << 20
-"""A piece of a window has at most so many bytes."""
+"""A piece of a window has at most this many bytes."""
 SAMPLED = 256
-"""The mean size of an order's samples is estimated from so many of them."""
+"""The mean size of an order's samples is estimated from this many of them."""
 
 
 _NONE: Int64s = np.zeros(0, np.int64)
@@ -128,10 +127,14 @@ class _Cursor:
 
 
 class Prefetcher:
-    """See the module's text."""
+    """See the module's text.
 
-    def __init__(self, cache: Cache) -> None:
+    Args: window_least_size: several windows of fewer bytes are read as one.
+    """
+
+    def __init__(self, cache: Cache, *, window_least_size: int = LEAST_SIZE) -> None:
         self._cache = cache
+        self._window_least_size = window_least_size
         self._cursors: dict[JobProgress, _Cursor] = {}
         self._slowest_s = SHORTEST_S
         self._slow_s = 0.0
@@ -151,7 +154,7 @@ class Prefetcher:
         share = JOB_SHARE
         if cursor and cursor.window_end:
             wanted, share = max(wanted, int(WINDOWS_AHEAD * cursor.window_count)), WINDOW_SHARE
-        # What a job may use before it is heard of again, and what it uses during a read.
+        # The samples that a job may use before its next report, and during a read.
         usual = ceil(progress.usual_step) or step
         least = usual + min(ceil(progress.rate(now) * self._slow_s), (usual + 1) // 2)
         return min(wanted, max(least, int(self._cache.arena.size / share / size)))
@@ -232,7 +235,7 @@ class Prefetcher:
         job is to use next is never too early."""
         window = self.window(progress, now)
         most = cursor.window_piece if cursor.window_end else cursor.most
-        piece = min(max(window // PIECES, SMALLEST_PIECE), most)
+        piece = min(max(window // PIECES, 8), most)
         lead = int(progress.lead)
         room = lead + window - distance
         return min(piece, room) if room > piece // 2 or distance < lead + progress.usual_step else 0
@@ -322,7 +325,7 @@ class Prefetcher:
             numbers = order.numbers(cursor.position, cursor.position + look)
             # After a jump into the middle of a window, the rest of it.
             jumped = cursor.position > cursor.window_end > 0
-            least = fewest(size)
+            least = fewest(size, self._window_least_size)
             last = cursor.position + look >= order.count
             ends = window_ends(numbers, 1 if jumped else least, last=last)
             end = next(ends, None) if least else None

@@ -24,7 +24,7 @@ from ffserve.dtypes import Bools, Int64s
 from ffserve.engine.slots import RESIDENT
 
 REPORT_INTERVAL_S, SLOW_READS_S = 0.01, 0.005
-"""A reader reports its position after so long, and earlier if a read was slow; see
+"""A reader reports its position after this long, and earlier if a read was slow; see
 ffserve/reader.py."""
 SAMPLE_SIZE = 4096
 """Bytes of a sample whose size does not matter: no part of a slot or slab is unused."""

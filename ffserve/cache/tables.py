@@ -34,11 +34,11 @@ from ffserve.formats.base import UNKNOWN_LENGTH, ChunkedShard
 from ffserve.system.memfd import MemoryFile, SharedMemory, discard_zeros, private_zeros
 
 CAPACITY = 1 << 32
-"""The tables have room for so many samples of open shards. They take 64 + 48 GiB of address space,
-and no memory until it is used."""
-_SMALLEST_CAPACITY = 1 << 22
+"""The tables have room for this many samples of open shards. They take 64 + 48 GiB of address
+space, and no memory until it is used."""
+SMALLEST_CAPACITY = 1 << 22
 REGION_UNIT = mmap.PAGESIZE // 4
-"""The checksums of so many numbers take a page. Regions of domains begin and end at multiples of
+"""The checksums of this many numbers take a page. Regions of domains begin and end at multiples of
 it."""
 SMALLEST_REGION = 64 * REGION_UNIT
 
@@ -146,7 +146,7 @@ class Directory:
                 self.slot_of = private_zeros(capacity, np.dtype(np.int32))
                 break
             except (ReadError, OSError):
-                if capacity <= _SMALLEST_CAPACITY or files is not None:
+                if capacity <= SMALLEST_CAPACITY or files is not None:
                     raise
                 capacity //= 2
         self.capacity = capacity

@@ -142,7 +142,7 @@ def exit_code_of_all(codes: Iterable[str]) -> int:
 
 def report(error: BaseException) -> int:
     """Write an error to standard error, below it a hint if there is one; return its exit code."""
-    from ffserve.server.life.log import priority
+    from ffserve.system.systemd import priority
 
     if isinstance(error, OSError) and isinstance(error.filename, (str, bytes)):
         from ffserve.disk.files import os_error

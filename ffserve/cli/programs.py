@@ -12,8 +12,6 @@ import click
 from ffserve.errors import UsageError, printable
 from ffserve.order import checked_integer
 
-_STREAM_ONLY = ("stream_epochs", "shuffle", "framing")
-
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option(
@@ -130,7 +128,7 @@ def run(
 def _check_options(ctx: click.Context) -> None:
     """Raise UsageError for options that do not belong together, or have a wrong value."""
     if ctx.params["strategy"] != "stream" and any(
-        ctx.params[name] is not None for name in _STREAM_ONLY
+        ctx.params[name] is not None for name in ("stream_epochs", "shuffle", "framing")
     ):
         raise UsageError(
             "--stream-epochs, --shuffle and --framing belong to the strategy stream",

@@ -19,8 +19,6 @@ from ffserve.errors import printable
 LINE_EVERY_S = 5.0
 """Interval of progress lines where no bar can be drawn."""
 
-LINES_AT_ONCE = 1024
-
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -115,7 +113,7 @@ def write_json_rows(rows: Iterable[dict[str, Any]]) -> None:
 def write_lines(lines: Iterable[str]) -> None:
     """Write many lines, some at a time."""
     lines = iter(lines)
-    while some := list(itertools.islice(lines, LINES_AT_ONCE)):
+    while some := list(itertools.islice(lines, 1024)):
         click.echo("\n".join(some))
 
 

@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 
 from ffserve.dtypes import Int64s
 from ffserve.errors import SampleIndexError, UsageError
+from ffserve.limits import MOST_NAME
 
 REPORT_INTERVAL_S, REPORT_COUNT = 0.01, 4096
-"""How often a reader that counts by itself reports its position in an order: after this time, or so
-many samples. A job that asks for samples far from its position is taken to follow no order."""
+"""How often a reader that counts by itself reports its position in an order: after this time, or
+this many samples. A job that asks for samples far from its position is taken to follow no order."""
 SLOW_READS_S = 0.005
 """Reads that are further apart than this are reported each: what is used between two reports is
 prefetched twice, and that takes memory."""
 MOST_EPOCHS = 2
-"""A reader keeps so many orders for the next daemon, in case this one restarts."""
-MOST_NAME = 200
+"""A reader keeps this many orders for the next daemon, in case this one restarts."""
 
 Order: TypeAlias = tuple[Int64s, int, str | None, bool]
 """The arguments of `Source.announce`: order, epoch, name, replacement."""

@@ -148,8 +148,8 @@ class OpenRequest:
         found = source.fingerprint
         if self._expected not in (None, found):
             raise FormatError(
-                "the file was replaced or rewritten since this reader was opened, and the old one "
-                "is not open any more",
+                "the file was replaced or rewritten since this reader was opened, and the daemon "
+                "has closed the old one",
                 path=changed_file(self.paths, self.states),
                 hint="open a new reader to read the new content",
             )
@@ -282,7 +282,7 @@ class SourceSelection:
     # ---- the steps to a source ------------------------------------------------------------
 
     def _for_all(self, steps: SelectionSteps[None]) -> SelectionSteps[None]:
-        """Look for a source for all threads or tasks; those that waited while that failed get its
+        """Look for a source for all threads or tasks. If that fails, all that waited for it get the
         error."""
         yield methodcaller("alone", self._search(steps, self._searches))
 
@@ -439,23 +439,25 @@ class SourceSelection:
         return source
 
     def _note_unused(self, error: FFServeError) -> None:
-        """Say why no daemon serves, if there is one. That none runs is not worth a warning."""
+        """Log why the daemon cannot be used. If no daemon runs, no warning is needed."""
         if _is_none(error):
             return
         if self._first_time(error):
-            log.warning("reading without the daemon: %s", error)
+            log.warning("this process reads the files without the daemon: %s", error)
         if _is_away(error):
             self.away_since = time.monotonic()
 
     def _starting(self) -> SelectionSteps[bool]:
-        """Have a daemon started; return whether there is one to look for."""
+        """Start a daemon; return whether there is one to look for."""
         try:
             yield methodcaller("start_daemon")
         except FFServeError as error:
             if self.request.turn_to_own():
                 return True
             if self._first_time(error):
-                log.warning("reading without a daemon, none could be started: %s", error)
+                log.warning(
+                    "no daemon could be started, so this process reads the files itself: %s", error
+                )
             return False
         return True
 
@@ -474,7 +476,10 @@ class SourceSelection:
                     if not optional:
                         raise
                     if self._first_time(error, key=f"lost {error.path or error}"):
-                        log.warning("the daemon went away, reading without it: %s", error)
+                        log.warning(
+                            "the daemon went away, so this process reads the files without it: %s",
+                            error,
+                        )
                     reason = error
                     break
             yield methodcaller("pause", pause)
@@ -488,7 +493,9 @@ class SourceSelection:
         if not self.request.optional:
             raise error.located()
         if self._first_time(error, key=f"stopped {error.path}"):
-            log.warning("the daemon gives no sign of life, reading without it: %s", error)
+            log.warning(
+                "the daemon does not respond, so this process reads the files without it: %s", error
+            )
         source: Source = yield methodcaller("open_local")
         self.away_since = time.monotonic()
         return source
@@ -742,8 +749,8 @@ class LoopSelector:
         await in_thread(probe)
         options: dict[str, Any] = {}
         if not self._request.remote:
-            engine = self.state.engine().engine
-            options = {"engine": lambda: engine, "most_at_once": LARGE_COPY_SIZE}
+            engines = self.state.engine().engines
+            options = {"engines": lambda: engines, "most_at_once": LARGE_COPY_SIZE}
         opening = partial(self._request.open_local, **options)
         return await in_thread(opening, LocalSource.close)
 

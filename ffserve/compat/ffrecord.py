@@ -27,21 +27,16 @@ from ffserve import reader as readers
 from ffserve.dataset.paths import expand_paths
 from ffserve.disk.files import read_at_of
 from ffserve.disk.output import staged_directory
-from ffserve.errors import MissingFile, SampleIndexError, UsageError
+from ffserve.errors import FileNameError, MissingFile, SampleIndexError, UsageError
 from ffserve.formats import by_name, suffixes
 from ffserve.store.urls import is_url
 from ffserve.system import parallel
 from ffserve.writer import create
 
 _CHECK_FS_ALIGN = 0x8004_6664
-"""This is the number of the request: _IOR('f', 100, int)."""
-_PROCESSES_MAX = 16
+"""Number of the ioctl request by which such a file system says so: _IOR('f', 100, int)."""
 _REPORT_EVERY = 256
 _REPORT_SECONDS = 2.0
-
-
-class FileNameError(UsageError, AssertionError):
-    """A file name that does not end in .ffr."""
 
 
 class FileTypeError(UsageError, TypeError, AssertionError):
@@ -210,7 +205,7 @@ class FileReader:
         try:
             arrays = reader.read(indices)
         except (UsageError, SampleIndexError):
-            # What is wrong, in the original's terms.
+            # These checks raise the errors of the original.
             arrays = reader.read(self._checked(indices))
         return arrays
 
@@ -283,7 +278,8 @@ class FileReader:
                 ffrecord.open(read_at_of(fd, name), os.fstat(fd).st_size, name)
 
     def close(self) -> None:
-        """Free all resources. Further calls do nothing, later reads raise, attributes stay."""
+        """Free all resources. Further calls do nothing, and later reads raise; the attributes
+        remain."""
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()
@@ -482,7 +478,7 @@ def dump(ds: Any, fname: str | os.PathLike[str], nfiles: int, verbose: bool = Fa
             (os.path.join(staging, _part_name(k)), ds, start, min(start + size, n))
             for k, start in enumerate(starts)
         ]
-        jobs = min(_PROCESSES_MAX, len(work))
+        jobs = min(16, len(work))
         parallel.run(_write_part, work, jobs=jobs, method="fork", progress=report)
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.compat.ffrecord import FileNameError, FileReader
-from ffserve.errors import FormatError, UsageError
-from ffserve.folders import folder_index, folder_packing
-from ffserve.folders.folder_index import Folder
+from ffserve import folders as packed_folders
+from ffserve.compat.ffrecord import FileReader
+from ffserve.errors import FileNameError, FormatError, UsageError
+from ffserve.folders import Folder
 from ffserve.system import parallel
 
 
@@ -96,7 +96,7 @@ class PackedFolder:
                 f"{os.fspath(path or '')!r} is a file, not a directory", path=self.reader.fnames[0]
             )
         found: list[str | Path] = []
-        for parts, node in folder_index.walk(folder, recursive):
+        for parts, node in packed_folders.walk(folder, recursive):
             if list_file if isinstance(node, int) else list_dir:
                 found.append(parts[0] if len(parts) == 1 else Path(*parts))
         return found
@@ -171,12 +171,9 @@ def pack_folder(
         raise FileNameError(
             "not a directory", path=os.fsdecode(folder), hint="give an existing directory"
         )
-    tree = folder_packing.scan([os.fsdecode(folder)], os.fsdecode(out))
-    try:
-        name = folder_packing.checked_output(out)
-    except UsageError as error:
-        raise FileNameError(error.message, path=error.path, hint=error.hint) from None
-    folder_packing.write_shard(name, tree, parallel.no_progress, print if verbose else None)
+    tree = packed_folders.scan([os.fsdecode(folder)], os.fsdecode(out))
+    name = packed_folders.checked_output(out)
+    packed_folders.write_shard(name, tree, parallel.no_progress, print if verbose else None)
 
 
 def _structure(reader: FileReader) -> tuple[Folder, int]:
@@ -186,7 +183,7 @@ def _structure(reader: FileReader) -> tuple[Folder, int]:
         raise NotPackedError("not a packed folder: the file has no samples", path=reader.fnames[0])
     last = [shard.first + shard.count - 1 for shard in shards if shard.count]
     samples = reader.read(last)
-    packed = [folder_index.is_index(sample[:16].tobytes()) for sample in samples]
+    packed = [packed_folders.is_index(sample[:16].tobytes()) for sample in samples]
     if not packed[-1]:
         raise NotPackedError(
             "not a packed folder: the last sample is not a folder index",
@@ -196,11 +193,11 @@ def _structure(reader: FileReader) -> tuple[Folder, int]:
     if not all(packed):  # one folder over several files, with one index at the end of the last
         index = reader.n - 1
         path = reader.fnames[-1]
-        return folder_index.decode(samples[-1].data, index, path=path, index=index), index
+        return packed_folders.decode(samples[-1].data, index, path=path, index=index), index
     merged: Folder = OrderedDict()
     first = 0
     for end, sample, shard in zip(last, samples, (s for s in shards if s.count), strict=True):
-        part = folder_index.decode(sample.data, end - first, path=shard.path, index=end)
+        part = packed_folders.decode(sample.data, end - first, path=shard.path, index=end)
         if len(samples) == 1:
             return part, end
         _merge(merged, part, first, shard.path)

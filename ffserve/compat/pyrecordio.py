@@ -26,7 +26,7 @@ from ffserve import reader as readers
 from ffserve import writer as writers
 from ffserve.disk.files import open_regular, read_at_of
 from ffserve.errors import SampleIndexError, UsageError
-from ffserve.formats.recordio import FORMAT
+from ffserve.formats import ChunkedShard, by_name
 from ffserve.reader import Reader
 from ffserve.writer import Appender, Writer, flat
 
@@ -115,9 +115,10 @@ def index(path: str | os.PathLike[str]) -> Index:
     name = os.fspath(path)
     fd = open_regular(name)
     try:
-        shard = FORMAT.open(read_at_of(fd, name), os.fstat(fd).st_size, name)
+        shard = by_name("recordio").open(read_at_of(fd, name), os.fstat(fd).st_size, name)
     finally:
         os.close(fd)
+    assert isinstance(shard, ChunkedShard)
     chunks = shard.chunks
     return Index(chunks.begins, chunks.ends - chunks.begins, np.diff(chunks.firsts))
 

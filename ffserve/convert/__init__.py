@@ -10,7 +10,8 @@ interrupted conversion that is started again writes only the missing shards.
 Names of files and of tar members are kept. FFRecord stores them like a packed folder, in one more
 sample at the end of each shard. Other formats cannot store names; they get one
 ``tf.train.Example`` for each group of files whose names are equal up to the first dot, as in
-WebDataset: "cats/1.jpg" and "cats/1.cls" become {"__key__": "cats/1", "jpg": …, "cls": …}.
+WebDataset: "cats/1.jpg" and "cats/1.cls" become {"__key__": "cats/1", "jpg": …, "cls": …}. So a
+tar file with several members for one sample is not converted to FFRecord.
 ``names="drop"`` stores the content of the files only.
 """
 
@@ -30,19 +31,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import Batch
+from ffserve import folders as packed_folders
 from ffserve import reader as readers
-from ffserve.convert.inputs import Grouped, InputSource, find_sources
+from ffserve.convert.inputs import Grouped, InputSource, Tar, find_sources
 from ffserve.dataset.paths import PathLike
 from ffserve.disk.output import writing
 from ffserve.engine.codec import crc32c
 from ffserve.errors import ChecksumError, FFServeError, UsageError
-from ffserve.folders import folder_index
 from ffserve.reader import StreamReader
 from ffserve.system import parallel
 from ffserve.writer import Writer, create, flat, format_of
 
 PLAN_NAME = ".ffserve-convert.json"
-_REPORT_COUNT = 1024
 _REPORT_SIZE = 32 << 20
 
 Names = Literal["keep", "drop"]
@@ -105,7 +105,8 @@ def convert(
         progress: called with the records and bytes done since the last call.
     Returns: the output files and their number and size of records.
     Raises:  FormatError, ChecksumError, TruncatedError: the input is damaged. UsageError: no
-             input, an unsupported option, or an output directory with other content. MissingFile,
+             input, files of another package that hold many records each (Parquet and others), an
+             unsupported option, or an output directory with other content. MissingFile,
              ReadError, AccessDenied. Finished shards are kept for the next run.
     Cost:    one pass over input and output, and one more over the output to verify. Several
              shards of compressed TFRecord input need its index. Memory: a few batches per process.
@@ -230,7 +231,7 @@ def _claim(directory: str, plan: str, names: set[str]) -> None:
 
 def _write(out: str, task: _ShardTask, report: parallel.Progress) -> tuple[int, int]:
     """Write one shard; return the number and total size of its records."""
-    top: folder_index.Folder = OrderedDict()
+    top: packed_folders.Folder = OrderedDict()
     reported = reported_size = size = 0
     written = _Digest()
     stops = [None if stop is None else stop - first for _, first, stop in task.runs]
@@ -238,6 +239,7 @@ def _write(out: str, task: _ShardTask, report: parallel.Progress) -> tuple[int, 
     n = None if None in stops else sum(filter(None, stops)) + task.names
     with create(out, format=task.format, n=n, **task.options) as writer:
         for source, first, stop in task.runs:
+            key = None
             for record in source.records(first, stop):
                 if isinstance(record, Batch):
                     writer.write_batch(record.buffer, record.offsets)
@@ -247,17 +249,19 @@ def _write(out: str, task: _ShardTask, report: parallel.Progress) -> tuple[int, 
                 else:
                     payload = flat(record.payload)
                     if task.names and record.name is not None:
+                        if isinstance(source, Tar):
+                            key = source.check_key(key, record.name)
                         _enter(top, record.name, writer)
                     writer.write(payload)
                     size += len(payload)
                     if task.verify:
                         written.take(payload, np.array([len(payload)], np.int64))
-                if writer.count - reported >= _REPORT_COUNT or size - reported_size >= _REPORT_SIZE:
+                if writer.count - reported >= 1024 or size - reported_size >= _REPORT_SIZE:
                     report(writer.count - reported, size - reported_size)
                     reported, reported_size = writer.count, size
         samples = writer.count
         if task.names:
-            writer.write(folder_index.encode(top))
+            writer.write(packed_folders.encode(top))
     report(samples - reported, size - reported_size)
     if task.verify:
         _compare(out, samples, written)
@@ -282,7 +286,7 @@ class _Digest:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _enter(top: folder_index.Folder, name: str, writer: Writer) -> None:
+def _enter(top: packed_folders.Folder, name: str, writer: Writer) -> None:
     *folders, last = name.split("/")
     node = top
     for part in folders:

@@ -19,14 +19,18 @@ from typing import Any, Protocol
 import numpy as np
 
 from ffserve import Batch, example, formats
+from ffserve import folders as packed_folders
 from ffserve import reader as readers
 from ffserve.dataset.paths import PathLike, expand_paths
 from ffserve.disk.files import is_compressed, os_error, wrap_os_error
 from ffserve.errors import FFServeError, FormatError, ReadError, UsageError
-from ffserve.folders import folder_index
-from ffserve.folders.folder_packing import files_below, index_samples
+from ffserve.folders import files_below, index_samples
+from ffserve.formats import kind_of
+from ffserve.formats.base import HEAD_SIZE
 
 BATCH_COUNT = 16_384
+LOOKED_AT = 16
+"""So many files of a directory are recognized by their content too, all others by their names."""
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 
@@ -88,7 +92,9 @@ class RecordFiles:
         for index in self._skipped:
             shard = last[index]
             sample = reader[index]
-            folder = folder_index.decode(sample.data, shard.count - 1, path=shard.path, index=index)
+            folder = packed_folders.decode(
+                sample.data, shard.count - 1, path=shard.path, index=index
+            )
             self._names.update(_flat_names(folder, shard.first))
 
     def records(self, first: int, stop: int | None) -> Iterator[Record | Batch]:
@@ -153,6 +159,8 @@ class Folder:
     def __init__(self, path: str, out: str) -> None:
         self._entries = files_below(path, out)
         self.count = len(self._entries)
+        for k, (_, file) in enumerate(self._entries):
+            _refuse_foreign(file, look=k < LOOKED_AT)
 
     @property
     def files(self) -> Sequence[str]:
@@ -163,6 +171,28 @@ class Folder:
         """Yield the files [first:stop]."""
         for name, path in self._entries[first:stop]:
             yield Record(wrap_os_error(_content, path), name)
+
+
+def _refuse_foreign(path: str, *, look: bool) -> None:
+    """Raise if a file holds many records of another package: it would become one record."""
+    head = wrap_os_error(_head, path) if look else b""
+    kind = kind_of(head, path)
+    if kind is not None and kind.many:
+        reader = (
+            "convert it by itself"
+            if kind.package == "tarfile"
+            else (f"read it with {kind.package} and write its records with ffserve.create")
+        )
+        raise UsageError(
+            f"this is {kind.name} with many records, which would become one record",
+            path=path,
+            hint=f"{reader}; `ffserve pack` stores files as they are",
+        )
+
+
+def _head(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        return file.read(HEAD_SIZE)
 
 
 def _content(path: str) -> bytes:
@@ -194,6 +224,20 @@ class Tar:
                 return
             if k >= first:
                 yield record
+
+    def check_key(self, before: str | None, name: str) -> str:
+        """Return the key of a member's name. Raise if it is that of the member before: a sample of
+        several members, which FFRecord would hold as samples of their own."""
+        key, extension = split_name(name)
+        if key == before:
+            raise UsageError(
+                f"the sample {key!r} has several members, one of them {extension!r}, and FFRecord "
+                "would hold each member as a sample of its own",
+                path=self.files[0],
+                hint="convert to TFRecord, which holds them together in one tf.train.Example, or "
+                "drop names (--drop-names) to mix them",
+            )
+        return key
 
     def _members(self, *, content: bool) -> Iterator[Record]:
         [path] = self.files

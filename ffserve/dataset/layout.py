@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.engine.arrays import integers
-from ffserve.errors import SampleIndexError, UsageError
+from ffserve.errors import UsageError, outside
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,17 +195,6 @@ def check_range(chosen: NDArray[np.int64], count: int) -> NDArray[np.int64]:
         low = int(chosen.min())
         raise outside(low if low < 0 else int(chosen.max()), count)
     return chosen
-
-
-def outside(index: int, count: int) -> SampleIndexError:
-    """Return the error for an index outside a dataset."""
-    return SampleIndexError(
-        f"the index is outside the dataset of {count} samples",
-        index=index,
-        hint=f"use indices from 0 to {count - 1}; negative ones are not supported"
-        if count
-        else "the dataset is empty",
-    )
 
 
 def combined_fingerprint(fingerprints: NDArray[np.uint64]) -> int:

@@ -103,15 +103,19 @@ def read_at_of(fd: int, path: str, head: bytes = b"") -> ReadAt:
 
 
 def is_compressed(path: str) -> bool:
-    """Whether a file is a compressed TFRecord file; False if it cannot be opened.
+    """Whether a file is a compressed TFRecord file; False if it cannot be opened."""
+    try:
+        with open(path, "rb", buffering=0, opener=opener) as file:
+            return is_compressed_head(file.read(HEAD_SIZE))
+    except OSError:
+        return False
+
+
+def is_compressed_head(head: bytes) -> bool:
+    """Whether a file that begins with these HEAD_SIZE bytes is a compressed TFRecord file.
 
     The first bytes rule out most files before the module for compressed files is imported.
     """
-    try:
-        with open(path, "rb", buffering=0, opener=opener) as file:
-            head = file.read(HEAD_SIZE)
-    except OSError:
-        return False
     if not head.startswith((GZIP_MAGIC, ZLIB_MAGIC)):
         return False
     from ffserve.formats.tfstream import compression_of

@@ -49,6 +49,7 @@ from typing import Literal
 import numpy as np
 
 from ffserve.disk.files import read_at_of
+from ffserve.disk.output import NAME_MAX
 from ffserve.dtypes import Bools, Bytes, Int64s, UInt32s, UInt64s
 from ffserve.engine.codec import CRC_32C, Tables, checksums, crc32c, small_tfrecord_index
 from ffserve.errors import FFServeError
@@ -68,7 +69,6 @@ INDEX_ALLOWED, INDEX_PER_BYTE = 64 << 20, 64
 """Size of an index file at most: a constant, plus a number per byte of its file."""
 
 _HEADER = struct.Struct("<8sII16sQqIIQQ")
-_NAME_MAX = 255
 
 Keep = Literal["beside", "own", "inode"]
 """Where to write an index file. "beside": beside the file, else in the cache. "own": the same, but
@@ -197,7 +197,7 @@ def beside(path: str) -> str | None:
 def _beside(real: str) -> str | None:
     directory, name = os.path.split(real)
     hidden = f".{name}.ffx"
-    return os.path.join(directory, hidden) if len(os.fsencode(hidden)) <= _NAME_MAX else None
+    return os.path.join(directory, hidden) if len(os.fsencode(hidden)) <= NAME_MAX else None
 
 
 def cached(path: str) -> str | None:

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from ffserve.disk.files import is_missing
 from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError, UsageError
 
-_NAME_MAX = 255
+NAME_MAX = 255
 _ENDING = re.compile(r"[0-9a-f]{12}\.tmp")
 _ENDING_SIZE = 16
 
@@ -121,7 +121,7 @@ def temporary_name(path: str) -> str:
 def _temporary_prefix(path: str) -> str:
     """Return the common prefix of all temporary names for a path."""
     directory, name = os.path.split(path)
-    kept = os.fsencode(name)[: _NAME_MAX - _ENDING_SIZE - 2]
+    kept = os.fsencode(name)[: NAME_MAX - _ENDING_SIZE - 2]
     return os.path.join(directory, f".{os.fsdecode(kept)}.")
 
 
@@ -248,7 +248,7 @@ def writing(path: str) -> Iterator[None]:
 
 
 _WRONG_PATH = {
-    errno.ENAMETOOLONG: f"choose a shorter name; a file system takes {_NAME_MAX} bytes at most",
+    errno.ENAMETOOLONG: f"choose a shorter name; a file system takes {NAME_MAX} bytes at most",
     errno.ENOTDIR: "a parent of this path is a file, not a directory: choose another path",
     errno.ELOOP: "the symbolic links of this path lead in a circle: remove one",
 }

@@ -25,13 +25,12 @@ from ffserve.doctor import probe
 from ffserve.doctor.probe import Answer
 from ffserve.errors import AccessDenied, FFServeError
 from ffserve.system.machine_memory import usable_memory
-from ffserve.system.socket_path import MAX_SOCKET_PATH, SYSTEM_SOCKET, find_socket
+from ffserve.system.socket_path import MAX_SOCKET_PATH, SYSTEM_SOCKET, Credentials, find_socket
 
 UNITS = ("/etc/systemd/system", "/usr/local/lib/systemd/system", "/usr/lib/systemd/system")
 UNLIMITED = 1 << 62
 CONNECT_TIMEOUT_S = 2
 _CAP_IPC_LOCK, _CAP_SYS_ADMIN = 14, 21
-_UCRED = struct.Struct("=iII")
 
 Level = Literal["error", "warning"]
 
@@ -40,7 +39,7 @@ Level = Literal["error", "warning"]
 class Finding:
     """Something that is wrong.
 
-    name: for programs, and in docs/OPERATIONS.md. level: "error": something does not work;
+    name: for programs, and in docs/REFERENCE.md. level: "error": something does not work;
     "warning": it works, but worse than it could. text: what is wrong, and where. effect: what
     follows from it. commands: what mends it, or shows the cause; a line for a shell each.
     """
@@ -194,7 +193,7 @@ class Process:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name of the daemon in messages."""
         return f"the daemon (pid {self.pid})" if self.pid else "a daemon started here"
 
     @property
@@ -283,8 +282,7 @@ class Socket:
             except OSError as error:
                 self.error = error.strerror or str(error)
                 return "failed"
-            raw = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-            self.pid, self.uid, _ = _UCRED.unpack(raw)
+            self.pid, self.uid = Credentials.of(attempt)
         return "open"
 
 

@@ -12,18 +12,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
-from ffserve._version import __version__
-from ffserve.client.daemon.connection import Connection
-from ffserve.client.daemon.mapped_memory import MORE_FILES
+from ffserve import __version__
+from ffserve.client.public import MORE_FILES, Connection
 from ffserve.doctor import resources, storage
 from ffserve.doctor.case import UNITS, Case, Finding, Process, has_unit
 from ffserve.doctor.probe import closed_part
 from ffserve.doctor.resources import Found
 from ffserve.errors import FFServeError, ProtocolError, UsageError
-from ffserve.server.life.daemon import common_fault, group_of, http_module
+from ffserve.server.life.startup import common_fault, group_of, http_module
 from ffserve.system.memfd import can_map
 
-SYSTEMCTL_TIMEOUT_S = 5
 ALONE = "Jobs read the files by themselves and share nothing."
 
 
@@ -353,7 +351,7 @@ def _show(unit: str, *properties: str) -> dict[str, str]:
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=SYSTEMCTL_TIMEOUT_S,
+            timeout=5,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return {}

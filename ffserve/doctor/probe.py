@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 TIMEOUT_S = 5.0
 """A file system that does not answer within this time is reported."""
 MOST_FILES = 256
-"""So many files of a directory are opened at most."""
+"""This many files of a directory are opened at most."""
 
 Answer: TypeAlias = "dict[str, Any] | None"
 """None: the file system did not answer in time."""

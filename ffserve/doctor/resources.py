@@ -23,9 +23,8 @@ from ffserve.doctor.case import UNLIMITED, Case, Finding, Process, number_in, te
 from ffserve.engine.codec import checksum_library
 from ffserve.engine.io import KINDS, refusal
 from ffserve.errors import ReadError
-from ffserve.limits import OWN_SIZE, RESERVED_SESSIONS
-from ffserve.server.life.daemon import file_limit_fault, memory_fault
-from ffserve.server.sessions.server import most_sessions
+from ffserve.limits import OWN_SIZE, RESERVED_SESSIONS, most_sessions
+from ffserve.server.life.startup import file_limit_fault, memory_fault
 from ffserve.system.machine_memory import cgroup_directories, free_memory, memory_limits
 from ffserve.system.memfd import HUGE_PAGE, SharedMemory, can_map
 

@@ -1,4 +1,4 @@
-"""Records in the page cache: which they are, and reading them in the calling thread.
+"""Records in the page cache: finds them, and reads them in the calling thread.
 
 The Python face of reading/cached.h.
 """

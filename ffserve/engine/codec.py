@@ -21,7 +21,7 @@ CRC_32: int = lib.FFS_CRC_32
 CRC_32C: int = lib.FFS_CRC_32C
 
 _FIRST_ROOM = 64
-"""A table has so many rows at first, and doubles: a small file takes no more memory than it
+"""A table has this many rows at first, and doubles: a small file takes no more memory than it
 needs."""
 
 
@@ -66,7 +66,6 @@ def checksum_library() -> str:
 FRAME_HEADER_SIZE = 12
 FRAME_FOOTER_SIZE = 4
 FRAME_SIZE = FRAME_HEADER_SIZE + FRAME_FOOTER_SIZE
-_MASK = 0xA282EAD8
 
 
 def crc32c(data: bytes | bytearray | memoryview, seed: int = 0) -> int:
@@ -76,7 +75,7 @@ def crc32c(data: bytes | bytearray | memoryview, seed: int = 0) -> int:
 
 def mask(crc: int) -> int:
     """Return a CRC-32C as TFRecord stores it (masked)."""
-    return (((crc >> 15) | (crc << 17)) + _MASK) & 0xFFFFFFFF
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def frame_all(payloads: Bytes, edges: Int64s) -> Bytes:
@@ -327,7 +326,7 @@ class ChunkScanner:
 
     @property
     def fault(self) -> int:
-        """What is wrong with the chunk at which it stopped."""
+        """The fault of the chunk at which the scanner stopped."""
         return int(self._c.fault)
 
     @property

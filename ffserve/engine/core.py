@@ -14,12 +14,14 @@ from ffserve.engine.fingerprint import fingerprint
 from ffserve.errors import CoreError
 
 _BUILD = f"run {sys.executable} -m ffserve.engine.build_core"
-_ELSEWHERE = ", or leave this directory if ffserve is installed as a package"
 
 try:
     from ffserve.engine import _core
 except ImportError as error:
-    raise CoreError(f"the C core cannot be loaded: {error}", hint=_BUILD + _ELSEWHERE) from error
+    raise CoreError(
+        f"the C core cannot be loaded: {error}",
+        hint=_BUILD + ", or leave this directory if ffserve is installed as a package",
+    ) from error
 
 ffi, lib = _core.ffi, _core.lib
 SOURCES = fingerprint(Path(__file__).parent)

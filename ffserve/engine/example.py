@@ -17,8 +17,6 @@ MALFORMED, KIND = lib.FFS_EXAMPLE_MALFORMED, lib.FFS_EXAMPLE_KIND
 SEVERAL, PLACE = lib.FFS_EXAMPLE_SEVERAL, lib.FFS_EXAMPLE_PLACE
 INEXACT, LARGE = lib.FFS_EXAMPLE_INEXACT, lib.FFS_EXAMPLE_LARGE
 
-_ROOM = 256
-
 
 class Fault(Exception):
     """A record that cannot be decoded.
@@ -156,7 +154,7 @@ def _column(batch: Any, column: Any, number: int, n: int) -> Decoded:
 def infer(records: ExampleRecords, *, sequence: bool) -> list[Found]:
     """Collect the features of records. Raises: Fault. Cost: one pass over the records."""
     batch, kept = _batch(records, sequence)
-    room = _ROOM
+    room = 256
     while True:
         features = ffi.new("ffs_example_feature[]", room)
         slots = np.empty(2 * room, np.int32)

@@ -61,7 +61,7 @@ class BlockInflater:
 
     @property
     def message(self) -> str:
-        """What is wrong with the stream, after BAD."""
+        """The fault of the stream, after BAD."""
         return str(ffi.string(self._c.message).decode())
 
     def run(self, data: memoryview, out: Bytes) -> tuple[int, NDArray[Any]]:

@@ -108,7 +108,6 @@ _POINTER = ffi.typeof("uintptr_t")
 
 # Waits in C are cut into slices, so that Ctrl-C takes effect.
 _WAIT_SLICE_MS = 200
-_SWEEP_AT = 64
 
 
 def _error(rc: int, failure: str) -> UsageError | ReadError:
@@ -370,7 +369,7 @@ class Engine:
         small, or no destination for the bytes: then nothing is read.
         """
         core = self._core()
-        if not self._notifying and len(self._in_flight) >= _SWEEP_AT:
+        if not self._notifying and len(self._in_flight) >= 64:
             self._sweep()
         self._in_flight[batch.address] = batch
         batch._held = self._in_flight
@@ -382,7 +381,7 @@ class Engine:
             raise _error(rc, "cannot submit the batch")
 
     def _sweep(self) -> None:
-        """Drop batches that have ended and that nobody has waited for."""
+        """Drop batches that have ended and that no call has waited for."""
         for address, batch in list(self._in_flight.items()):
             if batch.done:
                 self._in_flight.pop(address, None)
@@ -543,11 +542,11 @@ class DirectReply:
 # ---- merging reads -----------------------------------------------------------------------------
 
 MERGED_SIZE = 120 * 1024
-"""The extents of a merged read begin within so many bytes of its start. That is half a bounce
+"""The extents of a merged read begin within this many bytes of its start. That is half a bounce
 buffer (FFS_BOUNCE_SIZE in reading/backend.h), so that the read, with its last extent and the
 alignment, fits into one. Disks reach full speed at about 64 KiB per read."""
 MERGED_GAP = 4096
-"""Neighbours are merged if at most so many bytes lie between them; these bytes are read and
+"""Neighbours are merged if at most this many bytes lie between them; these bytes are read and
 dropped. The framing of the formats takes below 100 bytes, and reading a page costs less than
 another read."""
 
@@ -639,7 +638,6 @@ _proven: set[tuple[int, int]] = set()
 """The devices and alignments at which a read has succeeded."""
 _switching = threading.Lock()
 """Held while `buffered` switches O_DIRECT off."""
-SWITCHING_TIMEOUT_S = 1.0
 
 
 def direct_alignment(fd: int) -> int:
@@ -756,7 +754,7 @@ def set_direct(fd: int, direct: bool) -> None:
 
 
 @contextlib.contextmanager
-def buffered(fd: int, patience_s: float = SWITCHING_TIMEOUT_S) -> Iterator[int]:
+def buffered(fd: int, patience_s: float = 1.0) -> Iterator[int]:
     """Return a descriptor of an open file that reads through the page cache.
 
     The file is opened again. If this user may not open it, since another process passed the

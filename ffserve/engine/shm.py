@@ -86,7 +86,7 @@ Allocate = Callable[[Int64s], tuple[list[Bytes], UInt64s]]
 
 
 class Located(NamedTuple):
-    """What the directory says of n samples.
+    """The entries of the directory for n samples.
 
     offsets: int64[n + 1], running sum of the lengths, an unknown one counted as 0. missing:
     positions that cannot be read now. unknown: how many lengths are not known yet.
@@ -368,11 +368,11 @@ def publish_run(
 # ---- memory that is kept -------------------------------------------------------------------------
 
 BLOCK_SIZE = 32 << 20
-"""malloc maps every block of so many bytes anew. It does not allow a higher threshold."""
+"""malloc maps every block of this many bytes anew. It does not allow a higher threshold."""
 SMALL_SIZE = BLOCK_SIZE - (64 << 10)
-"""malloc keeps freed blocks of up to so many bytes."""
+"""malloc keeps freed blocks of up to this many bytes."""
 MOST_KEPT = 512 << 20
-"""The largest buffer that is kept for the next batch has so many bytes; as much free memory of
+"""The largest buffer that is kept for the next batch has this many bytes; as much free memory of
 lists of samples is kept."""
 
 _asked = False

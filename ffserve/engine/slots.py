@@ -1,4 +1,4 @@
-"""Slots: what is computed of the cache's tables per sample or slot, once per batch.
+"""Slots: calculations over the cache's tables for each sample or slot, once per batch.
 
 The Python face of memory/slots.c and memory/next_use.c. They are pure functions over the caller's
 arrays; nothing is decided or read here.

@@ -22,7 +22,6 @@ CONTEXT = 8
 WINDOWS = 16
 """Windows per sample."""
 BATCH_COUNT = 64
-REPORT_EVERY_S = 0.2
 
 Batch: TypeAlias = tuple[Any, Any]
 """Windows, int64[samples, WINDOWS, CONTEXT + 1], and the bytes of each sample."""
@@ -84,7 +83,7 @@ def train(
             losses.append(step(windows))
             samples += len(sizes)
             size += int(sizes.sum())
-            if time.monotonic() - reported > REPORT_EVERY_S:
+            if time.monotonic() - reported > 0.2:
                 reported = time.monotonic()
                 report("step", None, epoch=epoch, samples=samples)
         seconds = time.monotonic() - started

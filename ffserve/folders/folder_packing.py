@@ -17,7 +17,7 @@ from typing import Any
 
 from ffserve.disk.files import os_error
 from ffserve.disk.output import staged_directory
-from ffserve.errors import FFServeError, UsageError
+from ffserve.errors import FFServeError, FileNameError, UsageError
 from ffserve.folders import folder_index
 from ffserve.folders.folder_index import Folder
 from ffserve.system import parallel
@@ -25,9 +25,6 @@ from ffserve.writer import create
 
 BLOCK_SIZE = 8 << 20
 """An input file is read this many bytes at a time; a large file is never in memory as a whole."""
-
-
-_REPORT_FILES = 256
 
 
 _REPORT_SIZE = 64 << 20
@@ -67,6 +64,7 @@ def pack(
     *,
     shards: int = 1,
     jobs: int = 1,
+    force: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> PackReport:
     """Pack directories and files into packed folders.
@@ -78,9 +76,10 @@ def pack(
             receives ``PART_00000.ffr`` and so on, each with a run of the sorted files.
         shards: number of output files.
         jobs: number of worker processes (spawned: a script needs a ``__main__`` guard).
+        force: replace ``out`` if it is an existing file.
         progress: called with the samples and bytes done since the last call.
     Returns: the written files, and the number and total size of the packed files.
-    Raises:  UsageError: an input cannot be packed, or there is no file. ReadError,
+    Raises:  UsageError: an input cannot be packed, there is no file, or ``out`` exists. ReadError,
              AccessDenied: reading or writing failed. No file is left behind.
     Cost:    one pass over the files, in pieces of 8 MiB.
     """
@@ -95,7 +94,13 @@ def pack(
             hint="give at least one file, or a directory with files",
         )
     if shards == 1:
-        size = write_shard(checked_output(target), tree, progress or parallel.no_progress)
+        if os.path.isfile(checked_output(target)) and not force:
+            raise UsageError(
+                "the output exists already",
+                path=target,
+                hint="choose another name, or replace it with force=True (--force)",
+            )
+        size = write_shard(target, tree, progress or parallel.no_progress)
         return PackReport((target,), tree.count, size)
     if tree.count < shards:
         raise UsageError(
@@ -242,7 +247,7 @@ def write_shard(
             total += writer.position - before
             if say is not None:
                 say(f"{writer.count:{width}}/{count} {'/'.join(parts)}")
-            if writer.count - reported >= _REPORT_FILES or total - reported_bytes >= _REPORT_SIZE:
+            if writer.count - reported >= 256 or total - reported_bytes >= _REPORT_SIZE:
                 report(writer.count - reported, total - reported_bytes)
                 reported, reported_bytes = writer.count, total
         writer.write(index)
@@ -269,10 +274,10 @@ def _reading(path: str) -> Iterator[None]:
 
 
 def checked_output(out: str | os.PathLike[str]) -> str:
-    """Return the name of an output file. Raises: UsageError: it does not end in .ffr."""
+    """Return the name of an output file. Raises: FileNameError: it does not end in .ffr."""
     name = os.fsdecode(out)
     if not name.endswith(".ffr"):
-        raise UsageError(
+        raise FileNameError(
             "the output name does not end in .ffr", path=name, hint="choose a name such as x.ffr"
         )
     return name

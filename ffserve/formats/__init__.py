@@ -7,6 +7,7 @@ import os
 
 from ffserve.errors import FormatError, UsageError
 from ffserve.formats.base import ChunkedShard, Encoder, Format, ReadAt, Shard
+from ffserve.formats.foreign import kind_of
 
 NAMES = (
     "ffrecord",
@@ -28,6 +29,7 @@ __all__ = [
     "by_suffix",
     "check_name",
     "detect",
+    "kind_of",
     "suffixes",
 ]
 
@@ -83,6 +85,15 @@ def detect(head: bytes, path: str, size: int) -> Format:
             return by_name(name)
         if answer is None:
             unsure.append(name)
+    if (foreign := kind_of(head, path)) is not None:
+        raise FormatError(
+            f"this is {foreign.name}, not a record file",
+            path=path,
+            offset=0,
+            hint="`ffserve convert` makes a record file of it"
+            if foreign.package == "tarfile"
+            else f"read it with {foreign.package}, and write its records with ffserve.create",
+        )
     known = by_suffix(path)
     if known is not None:
         return known

@@ -304,7 +304,7 @@ class ScannedShard(Shard, Protocol):
 
     @property
     def kept(self) -> bytes:
-        """What an index file keeps beside lengths and checksums; the format's own."""
+        """The bytes that an index file keeps for the format, besides lengths and checksums."""
         ...
 
     def agrees(self, read_at: ReadAt, records: Int64s) -> bool:

@@ -52,7 +52,7 @@ _HEADER = struct.Struct("<Iq")
 _COUNT_MAX = (2**63 - 1 - _HEADER.size) // 12
 
 KEPT_COUNT = 4096
-"""The tables of a file with at most so many samples are kept between `open` and `load`."""
+"""The tables of a file with at most this many samples are kept between `open` and `load`."""
 
 _U32 = np.dtype("<u4")
 _I64 = np.dtype("<i8")

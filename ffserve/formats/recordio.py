@@ -60,7 +60,7 @@ from ffserve.formats.recordio_scan import DIALECTS_BY_NUMBER, MAGIC_BYTES, Scan
 _LARGEST_CHUNK = 1 << 30
 """Largest chunk that is written, including the length prefixes of its records."""
 _MOST_SMALL_RECORDS = 4096
-"""A file is opened together with others if it has at most so many records."""
+"""A file is opened together with others if it has at most this many records."""
 
 
 @dataclass(slots=True)

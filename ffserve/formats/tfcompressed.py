@@ -67,7 +67,7 @@ SPAN_SIZE = 1 << 20
 """A chunk ends with the first record that makes it this large, in bytes of output."""
 READ_SIZE = 128 << 10
 PIECE_SIZE = 256 << 10
-"""The pass looks at so many bytes of output together."""
+"""The pass looks at this many bytes of output together."""
 RECORDS_ALLOWED, RECORDS_PER_BYTE = 1 << 20, 1
 """A file may have RECORDS_ALLOWED records, and RECORDS_PER_BYTE for each of its bytes. Each record
 has a checksum of 4 bytes, which do not compress unless records repeat."""
@@ -76,9 +76,9 @@ OUTPUT_ALLOWED, OUTPUT_PER_BYTE = 4 << 30, 128
 allows 1032 per byte, which no useful records come near; with it, a pass over a small file could
 take hours."""
 COMPARED_CHUNKS = 3
-"""So many chunks are decoded to compare a file with its index file."""
+"""This many chunks are decoded to compare a file with its index file."""
 COMPARED_SIZE = 64 << 20
-"""When a read has failed, this comparison reads and decodes at most so many bytes, which takes a
+"""When a read has failed, this comparison reads and decodes at most this many bytes, which takes a
 fifth of a second."""
 
 _COMPRESSIONS = ("gzip", "zlib")
@@ -93,7 +93,7 @@ record, the output to drop; the size of its compressed window, or SAME."""
 _SAME = -1
 """The window is that of the chunk before."""
 _WINDOW_MOST = WINDOW_SIZE + 1024
-"""A compressed window has at most so many bytes."""
+"""A compressed window has at most this many bytes."""
 
 
 class InOrderOnlyError(UsageError, TypeError):
@@ -132,7 +132,7 @@ class CompressedShard:
         self.fingerprint = scan_fingerprint(self.format, self.lengths, self.checksums, self.size)
         sizes = self.rows["window"]
         self._window_ends = np.cumsum(np.maximum(sizes, 0))
-        # Of each chunk: the chunk that keeps its window.
+        # For each chunk, the chunk that keeps its window.
         rows = np.where(sizes == _SAME, 0, np.arange(len(sizes)))
         self._window_rows = np.maximum.accumulate(rows)
         self._compared = False
@@ -237,7 +237,7 @@ class CompressedShard:
 
     @property
     def kept(self) -> bytes:
-        """What an index file keeps beside lengths and checksums."""
+        """The bytes that an index file keeps, besides lengths and checksums."""
         head = _HEAD.pack(_COMPRESSIONS.index(self.compression), len(self.rows), self.output_size)
         return head + self.rows.tobytes() + self.windows
 

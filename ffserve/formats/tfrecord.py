@@ -51,7 +51,6 @@ from ffserve.formats.tfstream import WBITS, compression_of
 
 LARGE_SIZE = 128 << 10
 """For payloads of this size and more, the scan reads headers only."""
-FIRST_WINDOW = 64 << 10
 REACH = 64 << 20
 """Bytes after a damaged header in which the scan searches for the end of its payload."""
 SEARCH_SIZE = 1 << 30
@@ -127,7 +126,7 @@ class _Scan:
         self.sound = True
 
     def run(self) -> tuple[UInt64s, UInt64s, UInt32s]:
-        scanner, window = self._scanner, FIRST_WINDOW
+        scanner, window = self._scanner, 64 << 10
         while True:
             want = FRAME_SIZE if scanner.last_length >= LARGE_SIZE else window
             window = min(2 * window, PIECE_SIZE)
@@ -286,6 +285,7 @@ class TFRecord:
     suffixes = (
         *(".tfrecord", ".tfrecords", ".tfrec"),
         *(".tfrecord.gz", ".tfrecords.gz", ".tfrecord.zlib", ".tfrecords.zlib"),
+        *(".tfrecord.deflate", ".tfrecords.deflate"),
     )
 
     def sniff(self, head: bytes, size: int) -> bool | None:

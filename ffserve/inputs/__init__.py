@@ -22,7 +22,7 @@ __all__ = ["DEFAULT_ALIAS", "InputFile", "Listing", "assign", "find_inputs", "pa
 
 DEFAULT_ALIAS = "input"
 _NAMED = 3
-"""A message names so many of the files that are left out."""
+"""A message names at most this many of the files that are left out."""
 
 
 def assign(inputs: Sequence[str], workers: int) -> list[dict[str, list[str]]]:

@@ -40,7 +40,7 @@ Placed = dict[str, InputFile]
 
 
 def names_of(files: Sequence[InputFile], *, rename: bool, now_ms: int = 0) -> Placed:
-    """Return under which name each file of a worker and alias is placed.
+    """Return the name under which each file of a worker and alias is placed.
 
     Args:    rename: name them by time and number, with their extension, instead of their place
              below the input. now_ms: that time, milliseconds since 1970.
@@ -290,7 +290,7 @@ def _write(record: str, facts: Mapping[str, Any]) -> None:
     temporary = temporary_name(record)
     with writing(record):
         try:
-            # It has URLs, perhaps with their signatures.
+            # The record contains URLs, perhaps with their signatures.
             with open(temporary, "x", encoding="utf-8", opener=_private) as file:
                 json.dump(facts, file)
             os.replace(temporary, record)

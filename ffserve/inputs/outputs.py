@@ -205,7 +205,7 @@ class RemoteDirectory:
 
     @property
     def _places(self) -> Any:
-        # Another one after a lost connection.
+        # A lost connection needs another file system object.
         return file_system(self._uri)[0]
 
     def _call(self, attempt: Callable[[], T]) -> T:
@@ -283,7 +283,7 @@ class RemoteDirectory:
                 except FileNotFoundError:
                     return False
                 return True
-            # An object store. What the attempt before this one has moved is no longer there.
+            # In an object store, files that an earlier attempt has moved are no longer there.
             if not (names := self._below(begin)):
                 return attempts > 1 and self._is_there(end)
             system.copy(names, [end + name[len(begin) :] for name in names], on_error="raise")
@@ -339,7 +339,7 @@ class RunOutput:
         self._created = self._existed = False
 
     def begin(self) -> None:
-        """Check that the output can be written, before anything starts.
+        """Check, before any program starts, that the output can be written.
 
         Raises: UsageError: there are files already. AccessDenied, ReadError: it cannot be written.
         """
@@ -358,7 +358,7 @@ class RunOutput:
             self._target.remove(f"{self._root}/worker-{rank}")
 
     def put(self, rank: int, directory: str) -> None:
-        """Bring the files of a worker.
+        """Copy the files of a worker into the job's directory.
 
         Args:    directory: the worker's.
         Raises:  ReadError, AccessDenied: a file cannot be read or written.
@@ -367,7 +367,7 @@ class RunOutput:
         part = f"{self._root}/worker-{rank}"
         self._target.make(f"{part}.part")
         found, left_out = files_below(begin)
-        # Of a job within the program, whose marks are not those of this one.
+        # A job within the program leaves marks of its own, which are not output of this job.
         files = [n for n in found if n != SUCCESS and n.split("/")[0] != TEMPORARY]
         for name in files:
             self._target.put(os.path.join(begin, name), f"{part}.part/{name}")
@@ -440,7 +440,8 @@ class RunOutput:
             )
 
     def abort(self) -> None:
-        """Remove what this process has brought, or, in a job of this process alone, everything."""
+        """Remove the files of this process, or, in a job of this process alone, all files of the
+        job."""
         if not self._created:
             return
         if len(self._ranks) == self._workers:

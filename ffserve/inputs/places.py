@@ -100,7 +100,9 @@ def find(uri: str) -> Listing:
     """
     path = local_path(uri)
     if "\0" in uri:
-        raise UsageError(f"invalid input {uri!r}: a name has no NUL", hint="correct the name")
+        raise UsageError(
+            f"invalid input {uri!r}: it contains a NUL character", hint="correct the name"
+        )
     if path is None:
         return _find_remote(uri)
     found = _FILE_URI.match(uri)
@@ -145,7 +147,8 @@ def alternatives(pattern: str) -> list[str]:
 
 
 def _root(pattern: str) -> str:
-    """Return the directory above the first part that is a pattern; names are relative to it."""
+    """Return the directory above the first part that is a pattern. The names of files are relative
+    to it."""
     found = _MAGIC.search(pattern)
     assert found is not None
     return pattern[: found.start()].rpartition("/")[0]
@@ -390,9 +393,9 @@ def _copy(fd: int, file: InputFile, target: str, scratch: str, check: Callable[[
             at += len(content)
         after = os.fstat(fd)
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-            raise _changed(file, "its size or time is another one")
+            raise _changed(file, "its size or modification time changed")
         if at != after.st_size:
-            raise _changed(file, f"{at} bytes came instead of {after.st_size}")
+            raise _changed(file, f"{at} bytes were read instead of {after.st_size}")
         _copy_times(after, out)
 
 
@@ -404,5 +407,5 @@ def _changed(file: InputFile, how: str) -> ReadError:
     return ReadError(
         f"the file changed while it was fetched: {how}",
         path=shown(file.uri),
-        hint="run it again when nothing writes the file",
+        hint="run the command again when no program writes the file",
     )

@@ -90,7 +90,8 @@ class Guard:
             os.close(here)
 
     def end(self) -> None:
-        """End it: the data are at their end, or the program is. Any thread; safe to call twice."""
+        """End the guard, because the data or the program has ended. Any thread may call it, also
+        twice."""
         with self._lock:
             if self._there >= 0:
                 with contextlib.suppress(BrokenPipeError):  # it was killed
@@ -113,7 +114,7 @@ def _guard(program: int, pipe: int, control: int) -> NoReturn:
 
 
 class Prefixed:
-    """Output of a program, written on line by line with a prefix."""
+    """Output of a program, which is passed on line by line with a prefix."""
 
     def __init__(self, source: int, target: int, prefix: bytes) -> None:
         os.set_blocking(source, False)
@@ -331,7 +332,8 @@ class Processes:
         with self._signals.held():
             try:
                 with warnings.catch_warnings():
-                    # Of a fork beside threads: the child only calls prctl and execve.
+                    # The warning is about a fork beside threads, but the child only calls prctl and
+                    # execve.
                     warnings.simplefilter("ignore", DeprecationWarning)
                     worker.process = subprocess.Popen(
                         self._command,
@@ -420,7 +422,7 @@ class Processes:
         return code is not None
 
     def _note(self, worker: RunWorker) -> None:
-        """Note the end of a worker; a failure ends the others."""
+        """Record the end of a worker; if it has failed, end the others."""
         assert worker.code is not None and worker.process is not None
         if not worker.code:
             return
@@ -447,12 +449,13 @@ class Processes:
     # ---- the end ---------------------------------------------------------------------------------
 
     def _end_all(self, feeders: Sequence[threading.Thread]) -> None:
-        """End what still runs: programs after an error of our own, and what programs have left."""
+        """End all remaining processes: programs after an error of this process, and what programs
+        have left."""
         started = [worker for worker in self._workers if worker.process is not None]
         self._end_groups(started)
         for worker in started:
             for pipe in worker.pipes:
-                # Whoever has left the session may keep the pipe open.
+                # A process that has left the session may keep the pipe open.
                 while _is_ready(pipe.source) and pipe.take():
                     pass
                 pipe.close()
@@ -486,7 +489,8 @@ class Processes:
 
 
 def _reap(worker: RunWorker) -> None:
-    """Reap what a program has left, and has ended; as children of ours (see `_adopt`)."""
+    """Reap the ended processes that a program has left, which are children of this one (see
+    `_adopt`)."""
     assert worker.process is not None
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-worker.process.pid, os.WNOHANG)[0]:
@@ -521,7 +525,8 @@ def _signal_name(code: int) -> str:
 
 
 _START = {
-    errno.ENOEXEC: "its first line must be #! and an interpreter, or it is for another machine",
+    errno.ENOEXEC: "give a program for this kind of machine, or a script whose first line is #! "
+    "and an interpreter",
     errno.EACCES: "make it executable (chmod +x), or give the interpreter before it",
     errno.E2BIG: "the arguments and the environment are too long for the kernel: shorten them",
     errno.ENOENT: "check its name and PATH; a script's interpreter (#!) must exist as well",

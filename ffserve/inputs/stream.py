@@ -1,10 +1,11 @@
 """STREAM: the lines or samples of a worker's share, for the standard input of its program.
 
 The files of an alias are cut into splits as Hadoop's FileInputFormat cuts them: a file of up to 1.1
-times `SPLIT_SIZE` is one, a larger one has more, compressed text is never cut. A line belongs to
-the split in which it begins. The splits go to the workers in contiguous runs, the first n mod m of
-m workers get one more. Record files give samples, which `ffserve.open` reads and checks; all others
-are text. Bytes pass unchanged; only a missing line end at the end of a file is added.
+times `SPLIT_SIZE` is one split, a larger file has several, and compressed text is never cut. A line
+belongs to the split in which it begins. The n splits go to the m workers in contiguous runs; the
+first n mod m workers get one split more. Record files give samples, which `ffserve.open` reads and
+checks; all others are text. Bytes pass unchanged; only a missing line end at the end of a file is
+added.
 
 A shuffle takes the share of an alias in pieces of about 1 MiB in random order, and mixes the lines
 or samples of every `WINDOW_SIZE` bytes, or `WINDOW_COUNT` of them; a smaller share is shuffled as
@@ -39,10 +40,9 @@ from ffserve.store.public import check_store, error_of, literal, shown
 Framing = Literal["lines", "length"]
 
 SPLIT_SIZE = 128 << 20
-_SLOP = 0.1
 PIECE_SIZE = 1 << 20
 WINDOW_SIZE, WINDOW_COUNT = 32 << 20, 1 << 20
-_READ_SIZE = 1 << 20
+READ_SIZE = 1 << 20
 _LINE_LIMIT = 1 << 30
 _OPEN_READERS = 16
 
@@ -63,7 +63,7 @@ def splits_of(files: Sequence[InputFile]) -> list[Split]:
     """Return the splits of the files of an alias, in order."""
     found = []
     for file in files:
-        parts = max(1, math.ceil(file.size / SPLIT_SIZE - _SLOP))
+        parts = max(1, math.ceil(file.size / SPLIT_SIZE - 0.1))
         if parts > 1 and _is_compressed(file):
             parts = 1
         found += [Split(file, part, parts) for part in range(parts)]
@@ -82,7 +82,7 @@ def _is_compressed(file: InputFile) -> bool:
 
 
 def is_record_file(file: InputFile) -> bool:
-    """Whether a file is one of records: by its first bytes, else by its suffix."""
+    """Whether a file contains records, by its first bytes, or else by its suffix."""
     with _reading(file), contextlib.closing(open_file(file)) as stream:
         head = stream.read(HEAD_SIZE)
     size = max(file.size, len(head))
@@ -99,7 +99,8 @@ class WorkerStream:
         framing: "lines" ends each line or sample with a line feed, "length" puts its size before
             it, as an unsigned 64-bit little-endian number.
         epochs: how often everything is given. seed: of the shuffle, None for none. rank: of the
-            worker.
+            worker. piece_size, window_size: of a shuffle (see above). read_size: bytes of text
+            that are read at a time.
     Raises: UsageError, AccessDenied, ReadError: there are remote files, and the store cannot be
         used.
     """
@@ -112,7 +113,12 @@ class WorkerStream:
         epochs: int,
         seed: int | None,
         rank: int,
+        piece_size: int = PIECE_SIZE,
+        window_size: int = WINDOW_SIZE,
+        read_size: int = READ_SIZE,
     ) -> None:
+        self._piece_size, self._window_size = piece_size, window_size
+        self._read_size = read_size
         self._shares = shares
         self._framing = framing
         self._epochs = epochs
@@ -142,7 +148,7 @@ class WorkerStream:
 
     def _in_order(self, split: Split) -> Iterator[bytes]:
         if self._framing == "lines" and not self._has_records(split.file):
-            yield from _line_blocks(split)
+            yield from _line_blocks(split, self._read_size)
             return
         for items in self._items(split):
             yield _framed(items, self._framing)
@@ -157,7 +163,7 @@ class WorkerStream:
             for items in self._items(pieces[place]):
                 window += items
                 size += sum(map(len, items))
-                if size >= WINDOW_SIZE or len(window) >= WINDOW_COUNT:
+                if size >= self._window_size or len(window) >= WINDOW_COUNT:
                     number += 1
                     yield self._mixed(window, seed, (*key, number))
                     window, size = [], 0
@@ -169,7 +175,7 @@ class WorkerStream:
         return _framed([window[place] for place in order], self._framing)
 
     def _pieces(self, split: Split) -> Iterator[Split]:
-        count = max(1, math.ceil(split.file.size / split.parts / PIECE_SIZE))
+        count = max(1, math.ceil(split.file.size / split.parts / self._piece_size))
         if _is_compressed(split.file):
             count = 1
         first, parts = split.part * count, split.parts * count
@@ -179,7 +185,7 @@ class WorkerStream:
     def _items(self, split: Split) -> Iterator[list[bytes]]:
         """Yield the lines (without their ends) or samples of a split."""
         if not self._has_records(split.file):
-            for block in _line_blocks(split):
+            for block in _line_blocks(split, self._read_size):
                 yield block[:-1].split(b"\n")
             return
         reader = self._reader(split.file)
@@ -230,17 +236,17 @@ def _framed(items: list[bytes], framing: Framing) -> bytes:
 # ---- text ----------------------------------------------------------------------------------------
 
 
-def _line_blocks(split: Split) -> Iterator[bytes]:
+def _line_blocks(split: Split, read_size: int) -> Iterator[bytes]:
     """Yield the lines that begin in a split, in blocks of whole lines, each with its end."""
     file = split.file
     with _reading(file), contextlib.closing(open_file(file)) as stream:
         if _is_compressed(file):
-            yield from _cut_lines(_decompressed(stream, file), 0, None, file)
+            yield from _cut_lines(_decompressed(stream, file), 0, None, file, read_size)
             return
         start = file.size * split.part // split.parts
         last = split.part + 1 == split.parts
         stop = None if last else file.size * (split.part + 1) // split.parts
-        yield from _cut_lines(stream, start, stop, file)
+        yield from _cut_lines(stream, start, stop, file, read_size)
 
 
 def _decompressed(stream: IO[bytes], file: InputFile) -> IO[bytes]:
@@ -258,7 +264,9 @@ def _decompressed(stream: IO[bytes], file: InputFile) -> IO[bytes]:
     )
 
 
-def _cut_lines(stream: IO[bytes], start: int, stop: int | None, file: InputFile) -> Iterator[bytes]:
+def _cut_lines(
+    stream: IO[bytes], start: int, stop: int | None, file: InputFile, read_size: int
+) -> Iterator[bytes]:
     """Yield the lines that begin at start or later, and before stop.
 
     A line begins behind a line feed, so the byte before `start` tells whether one begins there, and
@@ -271,7 +279,7 @@ def _cut_lines(stream: IO[bytes], start: int, stop: int | None, file: InputFile)
         stream.seek(at)
     skipping = start > 0
     rest: list[bytes] = []
-    while data := stream.read(_READ_SIZE):
+    while data := stream.read(read_size):
         if skipping:
             cut = data.find(b"\n") + 1
             at += cut or len(data)
@@ -292,7 +300,7 @@ def _cut_lines(stream: IO[bytes], start: int, stop: int | None, file: InputFile)
             rest = []
         if len(data) > end:
             rest.append(data[end:])
-            if len(rest) > _LINE_LIMIT // _READ_SIZE:
+            if len(rest) > _LINE_LIMIT // read_size:
                 raise FormatError(
                     "a line is longer than 1 GiB",
                     path=shown(file.uri),

@@ -77,7 +77,7 @@ def write(
 
 
 class FFServeDatasink(Datasink):
-    """One job: begun in the driver, a copy of it writes in each task."""
+    """A write job: the driver begins it, and each task writes with a copy of it."""
 
     def __init__(self, output: TableOutput, job: OutputJob) -> None:
         self._output = output

@@ -21,7 +21,8 @@ from ffserve.ray.task_errors import of_user
 from ffserve.reader import check_options
 
 TASK_SIZE, SMALL_TASK_SIZE = 64 << 20, 4 << 20
-"""A task has about so many bytes of files, but there are two tasks per core if they are not small.
+"""A task reads about TASK_SIZE bytes of files. It reads less if there would be fewer than two tasks
+per core, but at least SMALL_TASK_SIZE.
 """
 _COUNTER = "ffserve-skipped"
 
@@ -55,7 +56,7 @@ def read(
         schema = table_reading.infer_schema(table, files, ratio=ratio, merge=merge_schema)
         if not len(schema):
             raise UsageError(
-                "no schema: there are no files with columns",
+                "cannot infer a schema: no file has columns",
                 path=", ".join(names),
                 hint="give a schema",
             )

@@ -33,6 +33,6 @@ def of_user(error: FFServeError) -> FFServeError:
 
 
 def plain_error(error: BaseException) -> FFServeError | None:
-    """Return the error of a task that Ray has passed on; None if it is another one."""
+    """Return the error of a task that Ray has passed on; None for any other error."""
     found = getattr(getattr(error, "cause", None), "plain", None)
     return found if isinstance(found, FFServeError) else None

@@ -55,7 +55,7 @@ class ChunkRun:
 
 @dataclass(frozen=True, slots=True)
 class DecodedChunk:
-    """The bytes of a chunk, and where its records are in them."""
+    """The bytes of a chunk, and the places of its records in them."""
 
     buffer: Bytes
     starts: Int64s
@@ -63,7 +63,7 @@ class DecodedChunk:
 
 
 Outcome: TypeAlias = "DecodedChunk | FFServeError | int"
-"""What became of a chunk; a number is the status of a read that failed."""
+"""The outcome of a chunk; a number is the status of a read that failed."""
 Run = TypeVar("Run", bound=ChunkRun)
 Key = TypeVar("Key")
 Memory: TypeAlias = Callable[[Run, int, int], Bytes]
@@ -194,7 +194,7 @@ def decode(
     except MemoryError:
         return -errno.ENOMEM
     except Exception as error:
-        # A request must not wait for ever because a decoder has a fault.
+        # An unexpected error of a decoder must not make a request wait for ever.
         return FFServeError(f"the decoder of {run.shard.format} failed: {error!r}")
 
 

@@ -24,7 +24,7 @@ from ffserve.errors import STATUS_CHECKSUM, STATUS_FORMAT, FFServeError
 from ffserve.reads.records import MOST_AGAIN, BatchEngine, part_of, rows_of
 
 GAP = 64 << 10
-"""Reads with at most so many bytes between them are fetched together."""
+"""Reads with at most this many bytes between them are fetched together."""
 
 Fetch: TypeAlias = Callable[[int, int], list[tuple[int, int, Future[Any]]]]
 """Asks for the bytes [begin, end) of a file: begin, end and future bytes of each part. An exception
@@ -61,7 +61,7 @@ class _Range:
 
 @dataclass(slots=True)
 class _Begun:
-    """What was asked for a batch. local: its reads that the engine does; rows: their records."""
+    """The requests for a batch. local: its reads that the engine does; rows: their records."""
 
     ranges: list[_Range]
     local: EngineBatch | None
@@ -69,7 +69,7 @@ class _Begun:
 
 
 class FetchingEngine:
-    """An engine for files of which some are fetched.
+    """An engine that reads files through another engine, or by fetching ranges of them.
 
     Args:
         engine: reads the other files.
@@ -117,7 +117,7 @@ class FetchingEngine:
             self._engine.submit(begun.local)
 
     def wait(self, batch: EngineBatch) -> None:
-        """Wait until all is there; verify and copy the records."""
+        """Wait until all bytes have come; verify and copy the records."""
         begun = self._begun.pop(batch)
         if begun.local is not None:
             self._engine.wait(begun.local)

@@ -1,4 +1,4 @@
-"""What the page cache holds of the daemon's files: such blocks are read from there.
+"""Page cache: finds the blocks of open files that it holds, so that they are read from it.
 
 Direct I/O on a file that was just written or copied first writes its dirty pages to the disk, and
 then reads from the disk what is in memory already. So a shard of which some is in the page cache
@@ -19,18 +19,18 @@ from ffserve.engine.cached import cached_extents, some_cached
 from ffserve.engine.many_files import open_again
 
 SAMPLED_COUNT = 256
-"""Opening a file asks the kernel about so many of its pages."""
+"""Opening a file asks the kernel about this many of its pages."""
 SMALLEST_SHARE = 0.01
 """Share of a file's blocks in the page cache below which they are not asked about."""
 ASKED_EVERY = 64
-"""One load in so many asks nevertheless."""
+"""One load in this many asks nevertheless."""
 REMEMBERED_COUNT = 64
-"""After so many blocks, an earlier result has half its weight."""
+"""After this many blocks, an earlier result has half its weight."""
 
 
 def open_cached(fds: Int32s, begins: Int64s, ends: Int64s) -> Int32s:
-    """Open files again, through the page cache, of which some is there; return their descriptors,
-    -1 for others.
+    """Open files that are partly in the page cache a second time, through it; return their
+    descriptors, -1 for others.
 
     It is -1, too, if the kernel does not say what is there: before Linux 6.5, on a file that this
     user neither owns nor may write (Linux 6.14), and if this user may not open the file.
@@ -87,7 +87,8 @@ class CachedFiles:
         return self._numbers[files]
 
     def chosen(self, files: Int32s, begins: Int64s, ends: Int64s) -> Int32s:
-        """Return the numbers by which extents are read: through the page cache what is there."""
+        """Return the number by which each extent is read: that of the second descriptor if it is in
+        the page cache."""
         found = self.find(files, begins, ends)
         return files if found is None else np.where(found, self._numbers[files], files)
 

@@ -24,7 +24,7 @@ from ffserve.errors import STATUS_CHECKSUM, Failure
 from ffserve.reads.second_read import WrongRecord
 
 MOST_AGAIN = 1024
-"""At most so many wrong records of a batch are read a second time. A block may hold 8192 small
+"""At most this many wrong records of a batch are read a second time. A block may hold 8192 small
 samples; where more of them are wrong, the others are reported as they are."""
 
 Failures: TypeAlias = dict[int, Failure]
@@ -32,7 +32,7 @@ Failures: TypeAlias = dict[int, Failure]
 
 
 class BatchEngine(Protocol):
-    """Reads batches: an engine, or what stands in for one (`fetched`)."""
+    """An object that reads batches: an engine, or a `fetched.FetchingEngine`."""
 
     @property
     def kind(self) -> str:
@@ -92,7 +92,7 @@ def record_batch(
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of the records of a batch. All others are at their destinations.
+    """The outcome of a batch: its wrong and failed records. All others are at their destinations.
 
     failures: those that failed. wrong: those to read a second time. again: a batch that reads what
     a refused read had joined, to be submitted to the same engine; rows: its records' rows in the
@@ -106,7 +106,7 @@ class Outcome:
 
 
 def outcome_of(batch: EngineBatch, keys: Int64s, units: Int64s | None = None) -> Outcome:
-    """Return the outcome of a batch that has ended and of which something failed.
+    """Return the outcome of a batch that has ended with failures.
 
     Args:
         keys: int64[n], of its records.

@@ -23,7 +23,7 @@ from ffserve.errors import STATUS_CHECKSUM, STATUS_TRUNCATED, Failure
 ALIGNMENT = 4096
 """Direct reads begin and end at multiples of it, whatever the device has."""
 PIECE_SIZE = 4 << 20
-"""So many bytes are read at once, since samples may be as large as the arena."""
+"""This many bytes are read at once, since samples may be as large as the arena."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class WrongRecord:
 
     @property
     def failure(self) -> Failure:
-        """Why it cannot be delivered, if the second read finds it wrong as well."""
+        """The failure of the record, if the second read finds it wrong as well."""
         return Failure(STATUS_CHECKSUM, self.found, self.expected)
 
 

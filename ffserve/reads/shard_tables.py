@@ -40,16 +40,16 @@ from ffserve.formats.tfrecord import FORMAT as TFRECORD
 SMALL_SIZE = 16 << 10
 """Bytes of each file that are read at once: 4 MiB of 256 files."""
 OPENED_AT_ONCE = 256
-"""One call reads the heads of so many files."""
+"""One call reads the heads of this many files."""
 _MAX_OFFSET = 1 << 62
 """A read that begins here ends below 2^63, the limit of off_t."""
 _STEP = 1 << 20
-"""So many samples are checked at a time, which bounds temporary memory for large tables."""
+"""This many samples are checked at a time, which bounds temporary memory for large tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """How shards are opened.
+    """The settings by which shards are opened.
 
     format: name; None detects it. verify, tolerant, seen, keep: see `shardfile.open_shard`.
     max_chunk_size: larger chunks, encoded or decoded, are unreadable.
@@ -65,7 +65,7 @@ class How:
 
 @dataclass(slots=True)
 class OpenFiles:
-    """Open files whose heads were read, as many as could be.
+    """Open files whose heads were read; the first files only, if an error ended that.
 
     fds: without O_DIRECT. formats: of each, None if that is not known; then parsing says what is
     wrong. indexes: descriptors of index files that came with them.
@@ -123,7 +123,7 @@ class Tables:
 
     @classmethod
     def of(cls, shard: Shard, max_chunk_size: int, scanned: str | None = None) -> Tables:
-        """Return those of a shard that was opened by itself."""
+        """Return the tables of a shard that was opened alone."""
         chunked = shard if is_chunked(shard) else None
         if chunked is not None:
             chunked.limit(max_chunk_size)
@@ -132,7 +132,7 @@ class Tables:
 
 
 class Destination(Protocol):
-    """Where tables are entered."""
+    """The destination of tables."""
 
     @property
     def offsets(self) -> NDArray[np.uint64]:
@@ -301,7 +301,7 @@ def _copy(first: Tables, base: int, end: int, into: Destination) -> None:
 
 
 def _load(tables: Tables, base: int, path: str, into: Destination) -> None:
-    """Enter the tables of a shard that was opened by itself."""
+    """Enter the tables of a shard that was opened alone."""
     shard, end = tables.single, base + tables.count
     assert shard is not None
     lengths = np.empty(tables.count, np.uint64)

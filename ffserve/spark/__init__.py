@@ -23,7 +23,7 @@ _SIZE = re.compile(r"([0-9]+) *([kmgtp]?)i?b?", re.IGNORECASE)
 
 
 def register(spark: Any) -> None:
-    """Make the formats "tfrecord", "tfrecords", "ffrecord" and "recordio" known to a session.
+    """Register the formats "tfrecord", "tfrecords", "ffrecord" and "recordio" in a session.
 
     It also wraps ``DataFrameWriter``, so that partitionBy and all save modes work for these
     formats; others are not affected. Call it again after a change of the session's time zone or

@@ -1,4 +1,4 @@
-"""The data sources: what Spark asks of them, handed on to reading and writing.
+"""The data sources that Spark loads; they delegate to `reading` and `writing`.
 
 Spark starts a process for each question about a data source, so each imports only what it needs.
 """
@@ -26,12 +26,13 @@ NAMES = {"tfrecord": "tfrecord", "tfrecords": "tfrecord", "ffrecord": "ffrecord"
 NAMES["recordio"] = "recordio"
 """Format by name of the data source."""
 _OPTIONS = "ffserve.options"
-"""Metadata of the first column. Of a table (CREATE TABLE … LOCATION, which makes the path a URL)
-Spark keeps the schema, but hands no options to the reader."""
+"""The metadata of the first column has the options under this name. For a table (CREATE TABLE …
+LOCATION, which makes the path a URL) Spark keeps the schema, but passes no options to the
+reader."""
 
 
 def _plainly(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Raise the errors of a method without the frames below it, which Spark would show."""
+    """Raise the errors of a method without the frames below it, which Spark would print."""
 
     @functools.wraps(call)
     def plainly(*arguments: Any, **named: Any) -> Any:

@@ -30,7 +30,7 @@ _READ_OPTIONS = (
     *("on_error", "basePath", "maxPartitionBytes"),
 )
 _TABLE_OPTIONS = ("owner", "provider", "location", "external", "comment", "collation")
-"""Spark adds these properties to the options of a table; they mean nothing here."""
+"""Spark adds these properties to the options of a table; they are ignored."""
 _WRITE_OPTIONS = ("path", "recordType", "codec", "maxRecordsPerFile", "partitionOverwriteMode")
 
 JOB, SAVE_MODE, PARTITION_BY = "ffserve.job", "ffserve.mode", "ffserve.partitionBy"
@@ -39,7 +39,8 @@ JOB, SAVE_MODE, PARTITION_BY = "ffserve.job", "ffserve.mode", "ffserve.partition
 
 @dataclass(frozen=True)
 class Settings:
-    """Properties of the session at ``register``: the workers of a data source have no session."""
+    """Properties of the session at ``register``, since the workers of a data source have no
+    session."""
 
     max_partition_bytes: int = 128 << 20
     open_cost_bytes: int = 4 << 20
@@ -80,6 +81,8 @@ class WriteOptions:
 
 def read_options(format: str, options: Mapping[str, str]) -> ReadOptions:
     """Check the options of ``spark.read``. Raises: UsageError."""
+    # Those of CREATE TABLE … OPTIONS come a second time, with this prefix.
+    options = {_plain(name): text for name, text in options.items()}
     _refuse_unknown(format, options, (*_READ_OPTIONS, *_TABLE_OPTIONS))
     _compression(format, options)
     paths = tuple(json.loads(options["paths"])) if "paths" in options else ()
@@ -105,13 +108,19 @@ def read_options(format: str, options: Mapping[str, str]) -> ReadOptions:
     )
 
 
+def _plain(name: str) -> str:
+    """Return the name of an option as the user gave it, in the writing that is looked for."""
+    name = name.lower().removeprefix("option.")
+    return next((known for known in _READ_OPTIONS if known.lower() == name), name)
+
+
 def write_options(format: str, options: Mapping[str, str]) -> WriteOptions:
     """Check the options of ``df.write``. Raises: UsageError."""
     if JOB not in options:
-        # It would write into the files of a table whose partitions and mode nobody has told.
+        # Without the wrapper, the partition columns and the save mode are unknown.
         raise UsageError(
-            f"only DataFrameWriter.save of Python writes {format} files: not saveAsTable, "
-            "insertInto, writeTo, INSERT INTO or CREATE TABLE … AS",
+            f"{format} files can be written only with DataFrameWriter.save of Python, not with "
+            "saveAsTable, insertInto, writeTo, INSERT INTO or CREATE TABLE … AS",
             hint=f'df.write.mode("append").format("{format}").save(path)',
         )
     if not options.get("path"):

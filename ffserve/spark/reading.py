@@ -34,7 +34,7 @@ def infer_schema(format: str, options: ReadOptions, settings: Settings) -> Struc
     )
     if not len(schema):
         raise UsageError(
-            "no schema: there are no files with columns",
+            "cannot infer a schema: no file has columns",
             path=", ".join(options.paths),
             hint="give a schema",
         )

@@ -1,4 +1,4 @@
-"""DataFrameWriter of our formats: partitionBy and the four save modes.
+"""DataFrameWriter for the formats of ffserve: partitionBy and the four save modes.
 
 Spark's Python data sources know no partition columns, and of the save modes only append and
 overwrite. So ``save`` is wrapped: for our formats it takes the partition columns from Spark's
@@ -123,12 +123,12 @@ def _default_format(writer: Any) -> str:
 
 
 def _save_records(writer: Any, path: str | None) -> None:
-    """Save in one of our formats."""
+    """Save in a format of ffserve."""
     state = _state(writer)
     given = path if path is not None else state["options"].get("path")
     mode = _MODES.get(str(state.get("mode", "error")).lower(), "error")
     conf, options = writer._spark.conf, state["options"]
-    added = {PARTITION_BY: json.dumps(state.get("columns", [])), SAVE_MODE: mode}
+    added = {PARTITION_BY: json.dumps(_partition_columns(writer)), SAVE_MODE: mode}
     added[JOB] = job = uuid.uuid4().hex
     for name in ("maxRecordsPerFile", "partitionOverwriteMode"):
         if name.lower() not in options:
@@ -155,6 +155,15 @@ def _save_records(writer: Any, path: str | None) -> None:
         if target is not None:
             # A plan that failed before its first task is not aborted by Spark.
             staged_output.OutputJob(target, job, "append", created).discard()
+
+
+def _partition_columns(writer: Any) -> list[str]:
+    """Return the names of the table's columns that were given, unless told in another case."""
+    given, known = list(_state(writer).get("columns", [])), writer._df.columns
+    if str(writer._spark.conf.get("spark.sql.caseSensitive")).lower() == "true":
+        return given
+    by_key = {name.lower(): name for name in known}
+    return [name if name in known else by_key.get(name.lower(), name) for name in given]
 
 
 def _unwrapped(name: str) -> Any:

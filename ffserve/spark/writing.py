@@ -21,13 +21,13 @@ from ffserve.spark.options import WriteOptions
 
 @dataclass
 class Written(WriterCommitMessage):
-    """What a task has staged."""
+    """The files and counts that a task has staged."""
 
     files: list[StagedFile]
 
 
 class RecordWriter(DataSourceArrowWriter):
-    """One job: made and committed in the driver, a copy of it writes in each task."""
+    """A write job: the driver creates and commits it, and each task writes with a copy of it."""
 
     def __init__(
         self, format: str, schema: StructType, overwrite: bool, options: WriteOptions

@@ -46,10 +46,11 @@ from ffserve.errors import ServerUnavailable
 from ffserve.system.memfd import punch
 
 ABSENT, RESERVED, PRESENT, UNCHECKED = range(4)
-"""RESERVED: counted in the size of the store, but not written (yet)."""
+"""The states of a block. A RESERVED block counts in the size of the store, but is not written
+yet."""
 
 CLAIMS, PINS, OPEN = 0, 1 << 40, 1 << 41
-"""First byte of each kind of locks."""
+"""The first byte of each kind of locks."""
 PAGE = 4096
 HEAD_SIZE = 4096
 _HEAD = struct.Struct("<8sIIQII36s")
@@ -178,8 +179,8 @@ class BlockState:
         self.words, self.checksums, self.uses = tables.reshape(3, self.count)
 
     def uncheck(self) -> None:
-        """Trust nothing that was written before this start of the machine. Nobody else has the
-        object open."""
+        """Mark all blocks that were written before this start of the machine as unchecked. No other
+        process may have the object open."""
         self.words[self.words == PRESENT] = UNCHECKED
         self._mapping[32:68] = self.boot = boot_id()
 
@@ -215,11 +216,11 @@ class BlockState:
 
     @property
     def used_at(self) -> float:
-        """When the object was opened last."""
+        """The time of the last opening of the object."""
         return os.fstat(self.fd).st_atime
 
     def evict(self, block: int, moved: NDArray[np.uint64]) -> bool:
-        """Give a block's bytes back to the file system, unless somebody reads or fetches it.
+        """Give a block's bytes back to the file system, unless a process reads or fetches it.
 
         Args: moved: counts evicted blocks.
         Raises: OSError.
@@ -326,7 +327,8 @@ class StoredObject:
                 lock(self._pin_fd, fcntl.F_UNLCK, PINS + first, count)
 
     def claim(self, block: int) -> bool:
-        """Be the one process that fetches a block; False if another one is."""
+        """Claim a block, so that only this process fetches it; return False if another process has
+        claimed it."""
         self._check_open()
         return lock(self.state.fd, fcntl.F_WRLCK, CLAIMS + block)
 
@@ -337,7 +339,9 @@ class StoredObject:
 
     def _check_open(self) -> None:
         if self._pin_fd < 0:
-            raise ServerUnavailable("this source of samples was closed")
+            raise ServerUnavailable(
+                "cannot read the file: the reader was closed, or now reads from another source"
+            )
 
     # ---- bytes ----------------------------------------------------------------------------
 
@@ -401,7 +405,7 @@ class StoredObject:
             return b""
 
     def close(self) -> None:
-        """Give up pins, claims and files. Of a child process: only its copies."""
+        """Give up pins, claims and files. A child process gives up only its copies."""
         with contextlib.suppress(OSError):
             for fd in (self._pin_fd, self._data_fd):
                 if fd >= 0:

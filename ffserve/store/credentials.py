@@ -26,20 +26,18 @@ from typing import Any, ClassVar, TypeAlias
 from urllib.parse import urlsplit
 
 from ffserve.errors import FFServeError, ReadError, UsageError
+from ffserve.limits import MOST_ACCESS
 from ffserve.store import urls
 from ffserve.store.schemes import protocol_of, scheme_of, schemes, union
 from ffserve.store.schemes.base import Options, Scheme, cannot_pass
-
-MOST_TEXT = 64 << 10
-"""Bytes of the text of an access."""
 
 _USER_SETTINGS = (
     "HOME", "USER", "LOGNAME", "NETRC", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "HTTP_PROXY",
     "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY",
 )  # fmt: skip
-"""Variables of the environment that packages of every scheme take settings from."""
+"""Environment variables from which packages of every scheme take settings."""
 _LOGGERS = ("asyncio", "fsspec", "urllib3")
-"""Loggers of the packages that several schemes stand upon."""
+"""Loggers of the packages that several schemes use."""
 
 Passed: TypeAlias = dict[str, Options]
 """Options by the name of their scheme."""
@@ -68,8 +66,8 @@ def collect(some: Sequence[str], *, own: bool = False) -> str:
     settings = {"own": {"settings": own_settings(some)}} if own else {}
     try:
         text = json.dumps({**_passed(some), **settings}, separators=(",", ":"))
-        if len(text) > MOST_TEXT:
-            raise cannot_pass(f"an access of {len(text)} bytes")
+        if len(text) > MOST_ACCESS:
+            raise cannot_pass(f"an access to origins of {len(text)} bytes")
         return text
     except ReadError:
         if not own or any(scheme_of(url).in_process for url in some):
@@ -104,7 +102,10 @@ def _passed(some: Iterable[str]) -> Passed:
         except Exception as error:  # of the packages; the reader says what it is
             raise cannot_pass(f"the access to {protocol}:// ({type(error).__name__})") from error
         if found.setdefault(scheme.name, options) != options:
-            raise cannot_pass(f"an access to {protocol}:// that differs from that to its like")
+            raise cannot_pass(
+                f"an access to {protocol}:// that differs from the access to another URL of its "
+                "kind"
+            )
     return found
 
 
@@ -195,22 +196,26 @@ class Access:
 
 def _checked(text: str) -> Passed:
     """Return the options in a text. Raises: UsageError."""
-    if len(text) > MOST_TEXT:
+    if len(text) > MOST_ACCESS:
         raise UsageError("invalid access to an origin: it is too long")
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise UsageError("invalid access to an origin: not a map of options")
+        raise UsageError("invalid access to an origin: it is not a map of options")
     for name, options in found.items():
         scheme = _OWN if name == "own" else schemes().get(name)
         known = scheme is _OWN or (scheme is not None and scheme.travels)
         if scheme is None or not known or not isinstance(options, dict):
-            raise UsageError(f"invalid access to an origin: {name[:40]!r}")
+            raise UsageError(
+                f"invalid access to an origin: it has the unknown scheme {name[:40]!r}"
+            )
         wrong = next((option for option in options if not _fits(scheme, option, options)), None)
         if wrong is not None:
-            raise UsageError(f"invalid access to an origin: {name}, {wrong[:40]!r}")
+            raise UsageError(
+                f"invalid access to an origin: the option {wrong[:40]!r} of {name} is invalid"
+            )
     return found
 
 
@@ -225,7 +230,8 @@ def _fits(scheme: Scheme, name: str, options: Options) -> bool:
 
 
 def served(url: str) -> bool:
-    """Whether the daemon fetches this URL: of a known protocol, and of no other below it (`::`)."""
+    """Whether the daemon fetches this URL: it has a known protocol, and no other one below it
+    (`::`)."""
     if "::" in url or any(ord(letter) < 32 for letter in url) or not scheme_of(url).travels:
         return False
     try:

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ffserve.errors import AccessDenied, FFServeError, ReadError, UsageError
+from ffserve.limits import OVERHEAD_SHARE
 from ffserve.store import urls
 from ffserve.store.blocks import (
     ABSENT,
@@ -58,19 +59,16 @@ from ffserve.system.memfd import punch
 log = logging.getLogger("ffserve")
 
 BLOCK_SIZE = 512 << 10
-"""Of new stores. A run of neighbours begins and ends within blocks, so they are small; requests are
-larger."""
+"""The size of a block of a new store. It is small because a run of neighbours begins and ends
+within blocks; a request fetches several blocks."""
 DEFAULT_SHARE = 0.8
 """The default limit of a store is this share of the free space of its disk and its own size."""
 MIN_BLOCKS = 8
 """A store with room for fewer blocks is refused."""
 CANDIDATES_S = 1.0
-"""A sorted list of blocks to evict is used for so long."""
+"""A sorted list of blocks to evict is used for this long."""
 AGAIN_S = 0.1
-"""A list without a block to evict is sorted again when it is at least so old."""
-DIRECTORY_SIZE = 2 * PAGE
-OVERHEAD_SHARE = 8
-"""The state of one object takes at most 1 part in OVERHEAD_SHARE of the store."""
+"""A list without a block to evict is sorted again when it is at least this old."""
 _HEAD = struct.Struct("<8sII36s")
 _MAGIC, _VERSION = b"ffstore\n", 1
 _STATE_SIZE = PAGE
@@ -79,9 +77,10 @@ _STATE_SIZE = PAGE
 @dataclass(frozen=True, slots=True)
 class _Candidate:
     rank: float
-    """When the block is needed again; the block with the latest time is evicted first."""
+    """The time at which the block is needed again; the block with the latest time is evicted
+    first."""
     name: str
-    """Name of the directory of its object."""
+    """The name of the directory of its object."""
     block: int
 
 
@@ -210,7 +209,7 @@ class Store:
         magic, version, block_size, _ = _HEAD.unpack(head.ljust(_HEAD.size, b"\0"))
         if magic != _MAGIC or size != _STATE_SIZE or block_size % PAGE or not block_size:
             raise UsageError(
-                "this directory is not a store, or its state file is damaged",
+                "the directory is not a store, or its state file is damaged",
                 path=os.path.join(self.directory, "state"),
                 hint="remove the directory: it contains only copies of remote files",
             )
@@ -218,7 +217,9 @@ class Store:
             raise UsageError(
                 f"the store has version {version}, and this program reads version {_VERSION}",
                 path=self.directory,
-                hint="remove it, or choose another directory (FFSERVE_STORE; store.directory)",
+                hint=(
+                    "remove the store, or choose another directory (FFSERVE_STORE; store.directory)"
+                ),
             )
         self.block_size = block_size
 
@@ -242,7 +243,8 @@ class Store:
         self._numbers[0] = max(self.used + size, 0)
 
     def _recount(self) -> None:
-        """Nobody else has the store open: count what is there, remove what is no object."""
+        """Count the bytes of all objects, and remove other files. No other process may have the
+        store open."""
         total = _STATE_SIZE + 3 * PAGE
         for name in os.listdir(self._objects):
             directory = os.path.join(self._objects, name)
@@ -260,7 +262,7 @@ class Store:
 
     @staticmethod
     def _overhead(size: int, block_size: int) -> int:
-        return DIRECTORY_SIZE + whole_pages(state_size(size, block_size))
+        return 2 * PAGE + whole_pages(state_size(size, block_size))
 
     @staticmethod
     def _index_size(directory: str) -> int:
@@ -377,7 +379,7 @@ class Store:
     # ---- room -----------------------------------------------------------------------------
 
     def reserve(self, stored: StoredObject, block: int, use: float | None) -> bool:
-        """Have room for a block that this thread has claimed; False if there is none for it.
+        """Make room for a block that this thread has claimed; return False if there is none.
 
         Args: use: when the block will be used next, in seconds since 1970; None: nobody knows.
         """
@@ -396,7 +398,7 @@ class Store:
             return True
 
     def give_back(self, stored: StoredObject, block: int) -> None:
-        """The block that was reserved does not come, or is no good."""
+        """Give back the room of a block that was reserved but is not written."""
         state = stored.state
         with self._alone():
             if state.words[block] != ABSENT:
@@ -408,8 +410,8 @@ class Store:
                     self._add(-state.held(block))
 
     def drop(self, stored: StoredObject, block: int) -> None:
-        """A block is damaged: have it fetched again, into the same place. Who reads it meanwhile
-        sees bytes of before or after."""
+        """Drop a damaged block, so that it is fetched again into the same place. Reads in the
+        meantime get the old or the new bytes."""
         with self._alone():
             if stored.state.words[block] == PRESENT:
                 stored.state.words[block] = RESERVED
@@ -430,9 +432,9 @@ class Store:
             self._add(size if new else 0)
 
     def give_way(self, stored: StoredObject, copied: int, fd: int) -> bool:
-        """The disk of a file is full: evict some of the blocks below `copied`, which the file has,
-        else some of which nobody has said when they will be used. Return whether there is more room
-        for the file."""
+        """Make room on the full disk of a file: evict some of the blocks below `copied`, which the
+        file has, or else some without an announced use. Return whether there is more room for the
+        file."""
         with self._alone():
             if os.fstat(fd).st_dev != os.fstat(self._fd).st_dev:
                 return False
@@ -481,7 +483,7 @@ class Store:
             candidates.extend(reversed(waiting))
 
     def _evict_block(self, state: BlockState, block: int) -> bool:
-        """Evict a block if it is there; False: it is in use."""
+        """Evict a block if it is there; return False if it is in use."""
         if block >= state.count or state.words[block] == ABSENT:
             return True
         try:
@@ -495,7 +497,7 @@ class Store:
         return evicted
 
     def _remove_if_empty(self, state: BlockState) -> None:
-        """Remove an object that nobody has open and of which nothing is there."""
+        """Remove an object without blocks that no process has open."""
         if not (state.words != ABSENT).any() and not state.is_open:
             size = self._overhead(state.size, state.block_size)
             size += self._index_size(state.directory)
@@ -516,7 +518,7 @@ class Store:
                     uses = state.uses[blocks].astype(np.float64)
                     ranks = np.where(uses > now, uses, _UNKNOWN)
                 else:
-                    # The longer ago it was opened, the sooner it goes; after all blocks in use.
+                    # Blocks of an object that was opened longer ago are evicted sooner.
                     ranks = np.full(len(blocks), 2 * _UNKNOWN - state.used_at)
                 found.extend(
                     _Candidate(rank, name, block)
@@ -527,7 +529,7 @@ class Store:
 
     @contextlib.contextmanager
     def _state_of(self, name: str) -> Iterator[BlockState | None]:
-        """The state of an object while the store is locked; None: it is gone, or damaged.
+        """Yield the state of an object while the store is locked; None if it is gone or damaged.
 
         An object that this process does not have open is opened for this only: a store may have
         more objects than a process may have files, and others remove them and make them anew.
@@ -549,7 +551,7 @@ class Store:
     # ---- the end --------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Close all files. In a child process: its copies of the parent's."""
+        """Close all files. A child process closes its copies of the parent's."""
         for stored in self._open.values():
             stored.close()
         self._open.clear()

@@ -32,6 +32,7 @@ from ffserve.dtypes import Int64s
 from ffserve.engine.codec import crc32c
 from ffserve.errors import FFServeError, MissingFile, ReadError, UsageError
 from ffserve.formats.base import ReadAt
+from ffserve.limits import FETCH_SIZE, MOST_READ_AHEAD, ORIGIN_THREADS
 from ffserve.store import origin, urls
 from ffserve.store.blocks import ABSENT, PRESENT, UNCHECKED, StoredObject, write_at
 from ffserve.store.credentials import Access
@@ -41,38 +42,33 @@ from ffserve.store.origin import ObjectVersion, OriginError, RemoteFile
 log = logging.getLogger("ffserve")
 T = TypeVar("T")
 
-THREADS = 16
-"""Each origin gets at most so many requests at once."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
 GIVE_UP_S = 120.0
-"""How long a failing origin is asked again before its error is raised."""
+"""A failing origin is asked again for this long before its error is raised."""
 CONTACT_S = 15.0
-"""The same for an origin that has never answered: its name may be wrong."""
+"""An origin that has never answered is asked again for only this long, since its name may be
+wrong."""
 FAILURES = 5
-"""After so many failures in a row, one thread at a time asks an origin."""
+"""After this many failures in a row, one thread at a time asks an origin."""
 POLL_S = 0.005
-"""How often a block that another process fetches is looked at."""
-FETCH_SIZE = 4 << 20
-"""One request fetches at most so many bytes; each costs milliseconds of CPU and a round trip."""
-AHEAD_SIZE = 128 << 20
-"""A reader in order has at most so many bytes fetched ahead."""
+"""A block that another process fetches is looked at with this interval."""
 FULL_S = 5.0
-"""A copy waits so long for room on a full disk, since the store may give way."""
+"""A copy waits this long for room on a full disk, since the store may give way."""
 MOST_ALIKE = 256
-"""An object of which the origin has sent so many damaged blocks twice alike is damaged there."""
+"""An object of which the origin has sent this many damaged blocks twice alike is damaged there."""
 LISTED_S = 30.0
-"""How long a listing counts as the present state of an object that is then opened."""
+"""A listing counts as the present state of an object for this long."""
 NOW = 0.0
-"""Priority of what somebody waits for; others: when it will be needed, in seconds since 1970."""
+"""The priority of a block that a thread waits for. Other blocks have the time at which they will be
+needed, in seconds since 1970."""
 
 Outcome: TypeAlias = "bool | bytes"
-"""What became of a block.
-True: it is in the store. False: the store has no room for it; read what is needed of
-it past the store. bytes: it was fetched, but could not be written."""
+"""The outcome of fetching a block. True: it is in the store. False: the store has no room for it,
+so its reader reads the bytes past the store. bytes: it was fetched, but could not be written."""
 
 
 class Breaker:
-    """What is known of one origin: whether it answers. Threads share it.
+    """The state of one origin: whether it answers. Threads share it.
 
     Args: give_up_s: in the place of GIVE_UP_S.
     """
@@ -154,7 +150,9 @@ class Breaker:
                     self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
                     self._next = time.monotonic() + random.uniform(0.5, 1.0) * self._pause
                 if self._failures == FAILURES:
-                    log.warning("store: the origin does not answer, it is asked less: %s", error)
+                    log.warning(
+                        "store: the origin does not answer, so it is asked less often: %s", error
+                    )
             if probe:
                 self._probing = False
             self._changed.notify_all()
@@ -170,7 +168,8 @@ class _QueuedCall:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A block that was asked for. pool: whose threads fetch it. use: as of `Store.reserve`."""
+    """A block that was asked for. pool: the origin whose threads fetch it. use: as for
+    `Store.reserve`."""
 
     future: Future[Outcome]
     pool: str
@@ -180,22 +179,22 @@ class _Asked:
 class Threads:
     """The threads of one origin; started when there is work, they end after a while without.
 
-    Args: most: threads; None: THREADS.
+    Args: most: threads; None: ORIGIN_THREADS.
     """
 
     IDLE_S = 10.0
 
     def __init__(self, name: str, most: int | None = None) -> None:
         self._name = name
-        self._most = THREADS if most is None else most
+        self._most = ORIGIN_THREADS if most is None else most
         self._changed = threading.Condition()
         self._waiting: list[_QueuedCall] = []
         self._numbers = itertools.count()
         self._count = self._idle = 0
 
     def put(self, due: float, run: Callable[[], Any], future: Future[Any]) -> None:
-        """Run something when those that are due before it have begun. A future that runs already is
-        left out: a task may be put again with a sooner time."""
+        """Run a task after all tasks with an earlier time have begun. A future that runs already is
+        left out, since a task may be put again with an earlier time."""
         with self._changed:
             heapq.heappush(self._waiting, _QueuedCall(due, next(self._numbers), run, future))
             if self._idle < len(self._waiting) and self._count < self._most:
@@ -205,7 +204,7 @@ class Threads:
                 self._changed.notify()
 
     def take(self, future: Future[Outcome]) -> bool:
-        """Have the calling thread set the result of a task that has not begun; False: it has."""
+        """Let the calling thread set the result of a task; return False if the task has begun."""
         with self._changed:
             begun = future.running() or future.done()
             return not begun and future.set_running_or_notify_cancel()
@@ -276,7 +275,7 @@ class Fetcher:
 
     @property
     def store(self) -> Store:
-        """The store. Raises, at its first use: what opening it does."""
+        """The store, which is opened at the first use. Raises: as `Store`."""
         with self._opening:
             if not isinstance(self._store, Store):
                 self._store = self._store()
@@ -314,7 +313,8 @@ class Fetcher:
         self.store.close(opened.stored)
 
     def forget(self, pool: str) -> None:
-        """Nobody has an object of a pool open any more: what is under way is finished."""
+        """End the threads of a pool when no object of it is open any more; tasks under way are
+        finished."""
         with self._lock:
             self._threads.pop(pool, None)
         with _lock:
@@ -366,12 +366,12 @@ class Fetcher:
             return (opened.stored, block) in self._tasks
 
     def wait(self, opened: OpenObject, block: int, future: Future[Outcome]) -> Outcome:
-        """Return what became of a block that was asked for and is pinned. Raises: FFServeError."""
+        """Return the outcome of a block that was asked for and is pinned. Raises: FFServeError."""
         while True:
             outcome = future.result()
             if outcome is not True or opened.stored.state.words[block] == PRESENT:
                 return outcome
-            # It came before it was pinned, and was evicted.
+            # The block came before it was pinned, and was evicted.
             future = self.ask(opened, [block], NOW, None)[block]
 
     def ask_bytes(self, opened: OpenObject, start: int, end: int) -> Future[Outcome]:
@@ -485,7 +485,7 @@ class Fetcher:
         return None
 
     def _bring(self, opened: OpenObject, blocks: list[int]) -> list[Outcome]:
-        """Fetch a run of blocks by one request; return what became of each."""
+        """Fetch a run of blocks by one request; return the outcome of each."""
         stored, size = opened.stored, opened.stored.block_size
         start, end = blocks[0] * size, stored.state.end(blocks[-1])
         parts: list[bytes] = []
@@ -502,7 +502,7 @@ class Fetcher:
             if isinstance(error, FFServeError) or not isinstance(error, OSError):
                 raise
             if not self._full:
-                log.warning("store: cannot write, reading past it: %s", error)
+                log.warning("store: cannot write blocks, so reads pass the store: %s", error)
             self._full = True
         else:
             self._full = False
@@ -535,7 +535,7 @@ class Fetcher:
 
     def ask_ahead(self, opened: OpenObject, first: int, most: int | None = None) -> None:
         """Ask for `most` blocks from this one on, which a reader in order needs soon."""
-        limit = AHEAD_SIZE // opened.stored.block_size
+        limit = MOST_READ_AHEAD // opened.stored.block_size
         most = limit if most is None else min(most, limit)
         if self.store.limit != math.inf:
             most = min(most, int(self.store.limit) // opened.stored.block_size // 4)
@@ -563,7 +563,7 @@ class Fetcher:
     def copy(self, opened: OpenObject, fd: int, check: Callable[[], object]) -> None:
         """Write an object to an empty file. The file shares the disk's blocks with the store where
         the file system can, and has copies elsewhere; so it stays what it is whatever becomes of
-        the store's. Of an object that the store has no room for as a whole, the rest comes past it.
+        the store's. If the store has no room for the whole object, the rest comes past the store.
 
         Args:   check: called before each block; it raises when the file is no longer wanted.
         Raises: FFServeError; OSError of the file.
@@ -599,7 +599,7 @@ class Fetcher:
                 if self.store.give_way(stored, block, fd):
                     room_until = math.inf
                     continue
-                # What is fetched or copied at this moment may give way soon.
+                # Blocks that are being fetched or copied at this moment may give way soon.
                 room_until = min(room_until, time.monotonic() + FULL_S)
                 if time.monotonic() >= room_until:
                     raise
@@ -621,7 +621,9 @@ class Fetcher:
         except OSError as error:
             raise ReadError(f"cannot read the store: {error}", path=opened.shown) from error
         if len(content) != end - start:
-            raise ReadError("the store's file was truncated", path=opened.stored.path)
+            raise ReadError(
+                "the file of the object in the store was truncated", path=opened.stored.path
+            )
         return content
 
     def repair(self, opened: OpenObject, blocks: Int64s) -> bool:
@@ -782,7 +784,7 @@ def identity_of(url: str) -> ObjectVersion:
 
 
 def _forget() -> None:
-    """This process is a child: files, threads and locks are the parent's."""
+    """Forget files, threads and locks in a child process: they belong to the parent."""
     global _lock
     _lock = threading.Lock()
     for fetcher in _fetchers.values():

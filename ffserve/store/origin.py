@@ -1,4 +1,4 @@
-"""Origins: list remote files, identify them, read ranges of them, and say what failed.
+"""Origins: list remote files, identify them, read ranges of them, and report errors.
 
 Everything here blocks and is called in threads of the store. A scheme (`schemes/`) gives the file
 system of a URL, which is used by its public calls (`info`, `glob`, `ls`, `find`), and opens a
@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError, UsageError
+from ffserve.limits import ASKED_AT_ONCE
 from ffserve.store import urls
 from ffserve.store.credentials import Access
 from ffserve.store.schemes import protocol_of, scheme_of, union
@@ -37,9 +38,7 @@ from ffserve.store.schemes.base import BROKEN, Meaning, OpenVersion, Scheme
 _ANY = "[!\0]"
 """A question mark of a pattern, for file systems that take it for the beginning of a query."""
 HIDDEN, SPECIAL = "hidden", "not a regular file"
-"""Reasons why a file is left out of a listing."""
-ASKED_AT_ONCE = 16
-"""Requests about files of one listing that run at the same time."""
+"""Reasons for which a file is left out of a listing."""
 _URL_INSIDE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 _QUERY_INSIDE = re.compile(r"\?[^\s'\"<>]*=[^\s'\"<>]*")
 _BUSY = {408, 425, 429, 500, 502, 503, 504}
@@ -76,7 +75,7 @@ class ObjectVersion:
 
     @property
     def key(self) -> str:
-        """Text that is another one for each object and version."""
+        """A text that differs for each object and version."""
         return "\n".join((self.url, str(self.size), self.tag, str(self.modified)))
 
 
@@ -216,7 +215,7 @@ def _is_connection(chain: list[BaseException], names: set[str]) -> bool:
 
 
 def _later(message: str, where: str, *, answered: bool = True) -> OriginError:
-    hint = "check the network and the origin; it was tried again for a while"
+    hint = "check the network and the origin; the request was repeated for some time"
     return OriginError(ReadError(message, path=where, hint=hint), again=True, answered=answered)
 
 
@@ -271,8 +270,8 @@ def _seconds(value: Any) -> int:
 def _identity(url: str, facts: dict[str, Any]) -> ObjectVersion:
     """Raises: OriginError for a directory."""
     if facts.get("type") == "directory":
-        hint = "give its files, or a pattern"
-        error = MissingFile("a directory, not a file", path=urls.shown(url), hint=hint)
+        hint = "name its files, or give a pattern"
+        error = MissingFile("the path is a directory, not a file", path=urls.shown(url), hint=hint)
         raise OriginError(error, again=False)
     size = facts.get("size")
     if not isinstance(size, int) or size < 0:
@@ -287,9 +286,9 @@ def sized(identity: ObjectVersion) -> ObjectVersion:
     """Return an identity. Raises: ReadError if its size is unknown: no range of it can be read."""
     if identity.size < 0:
         raise ReadError(
-            "the origin does not tell the size of the file",
+            "the origin does not report the size of the file",
             path=urls.shown(identity.url),
-            hint="copy it to a local disk, or to an origin that tells sizes",
+            hint="copy the file to a local disk, or to an origin that reports sizes",
         )
     return identity
 
@@ -346,7 +345,7 @@ def find(
 
 
 class _Search:
-    """The files of one URL. begin: what stands before paths in URLs; others as of `find`."""
+    """The files of one URL. begin: the beginning of URLs, before the path; others as for `find`."""
 
     def __init__(self, system: Any, begin: str, hidden: str, below: bool) -> None:
         self.files: dict[str, ObjectVersion] = {}
@@ -376,7 +375,7 @@ class _Search:
                 self._asked.append(name)
 
     def ask(self) -> None:
-        """Add the files of which their listing does not say enough, several at once."""
+        """Look up files of which the listing says too little, several at once, and add them."""
 
         def info(name: str) -> dict[str, Any]:
             with failures(self._url(name)):
@@ -448,7 +447,7 @@ def _info(system: Any, path: str) -> dict[str, Any] | None:
 
 
 def _prefix(url: str, path: str) -> str:
-    """Return what stands before the path of a file system in URLs like this one."""
+    """Return the beginning of URLs like this one, before the path in the file system."""
     # `unstrip_protocol` of fsspec drops user, host and port of SFTP.
     given, path = url.rstrip("/"), path.rstrip("/")
     if path and given.endswith(path):
@@ -484,7 +483,7 @@ class RemoteFile:
             message = (
                 f"the origin sent {len(content)} bytes for a range of {end - start} at {start}"
             )
-            hint = "the origin ignores ranges, or the object was cut: open it again"
+            hint = "open the object again: it was truncated, or its origin ignores ranges"
             error = ReadError(message, path=urls.shown(identity.url), hint=hint)
             raise OriginError(error, again=len(content) < end - start)
         if not file.conditional and not self._same(identify(identity.url, self._access)):
@@ -494,7 +493,8 @@ class RemoteFile:
         return content
 
     def after_fork(self) -> None:
-        """This process is a child: the parent's file systems are not to be used here, nor freed."""
+        """Keep the parent's file systems in a child process: they may be neither used nor freed
+        here."""
         _inherited.append(self._free)
         self._free, self._pid = [], os.getpid()
         self._lock = threading.Lock()

@@ -1,6 +1,5 @@
-"""Remote files for the guests of the package, such as `ffserve run`: the door of this folder.
-
-Guests list, read and write by URL with what is named here; what lies behind it may change.
+"""Remote files for the guests of the package, such as `ffserve run`. Guests list, read and write by
+URL with the names of this module only; other modules of this folder may change.
 """
 
 from __future__ import annotations
@@ -10,15 +9,20 @@ from collections.abc import Callable
 from typing import Any
 
 from ffserve.store.blocks import write_at
-from ffserve.store.fetching import call, find, process_fetcher
-from ffserve.store.origin import HIDDEN, SPECIAL, ObjectVersion, failure, file_system
-from ffserve.store.ranges import ReadAtStream
+from ffserve.store.fetching import call, find, identity_of, process_fetcher
+from ffserve.store.object_tables import parsed
+from ffserve.store.origin import HIDDEN, SPECIAL, ObjectVersion, failure, file_system, sized
+from ffserve.store.ranges import RangedObject, ReadAtStream
+from ffserve.store.staging import Staging, plan_staging
 from ffserve.store.urls import check_name, is_url, is_web, literal, name_of, shown
+from ffserve.store.warming import warm_up
 
 __all__ = [
     "HIDDEN",
     "SPECIAL",
     "ObjectVersion",
+    "RangedObject",
+    "Staging",
     "StoredStream",
     "UnsizedStream",
     "call",
@@ -28,11 +32,16 @@ __all__ = [
     "error_of",
     "file_system",
     "find",
+    "identity_of",
     "is_url",
     "is_web",
     "literal",
     "name_of",
+    "parsed",
+    "plan_staging",
     "shown",
+    "sized",
+    "warm_up",
     "write_at",
 ]
 
@@ -79,7 +88,8 @@ class StoredStream(ReadAtStream):
 
 
 class UnsizedStream(io.RawIOBase):
-    """A remote file of unknown size, from its begin: no range of it can be read again."""
+    """A remote file of unknown size as a stream from its beginning; no range of it can be read
+    again."""
 
     def __init__(self, url: str) -> None:
         self._url = url

@@ -1,7 +1,7 @@
 """Ranged reads: bytes of one version of a remote object, straight from its origin; none are kept.
 
-Ranges come in threads of their origin, several at once. Waiting, retries and what is known of an
-origin are those of `fetching.py`.
+Threads of the origin fetch ranges, several at once. Timeouts, retries and the state of an origin
+are in `fetching.py`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from ffserve.store.fetching import NOW, Outcome, call, threads_of
 from ffserve.store.origin import ObjectVersion, RemoteFile
 
 RANGE_SIZE = 4 << 20
-"""One request has at most so many bytes; larger ranges come by several requests at once."""
+"""One request has at most this many bytes; larger ranges come by several requests at once."""
 HEAD_SIZE = 64 << 10
-"""Opening an object reads so many bytes first, which contain the tables of a small one."""
+"""Opening an object reads this many bytes first, which contain the tables of a small one."""
 PIECE_SIZE = 1 << 20
 KEPT_SIZE = 32 << 20
-"""Opening a file keeps so many bytes, since some tables are read twice."""
+"""Opening a file keeps this many bytes, since some tables are read twice."""
 MOST_AHEAD = 16
-"""A reader in order has at most so many pieces fetched ahead."""
+"""A reader in order has at most this many pieces fetched ahead."""
 IN_ORDER, NEAR = 3, 64 << 10
-"""Reads in order, with gaps of so many bytes at most, after which more are expected. Opening a file
-with tables takes fewer."""
+"""Reads in order, with gaps of this many bytes at most, after which more are expected. Opening a
+file with tables takes fewer."""
 
 
 class RangedObject:
@@ -43,7 +43,7 @@ class RangedObject:
         self._remote = RemoteFile(identity)
 
     def after_fork(self) -> None:
-        """This process is a child: connect anew."""
+        """Prepare a child process to connect anew."""
         self._remote.after_fork()
 
     def ask(self, start: int, end: int) -> Future[Outcome]:
@@ -67,7 +67,7 @@ class RangedObject:
             yield memoryview(b"".join(bytes_of(future) for _, _, future in coming))
 
     def read_at(self) -> ReadAt:
-        """Return a `ReadAt` for one thread. What is read in order is asked for ahead.
+        """Return a `ReadAt` for one thread. Bytes that are read in order are asked for ahead.
 
         Raises: as `ask`, when it is called.
         """
@@ -106,7 +106,7 @@ class RangedObject:
 
 
 class _Pieces:
-    """Pieces of an object from an offset on, which a reader in order has asked for."""
+    """The pieces of an object that a reader in order has asked for, from an offset on."""
 
     def __init__(self, opened: RangedObject, offset: int) -> None:
         self._opened, self._offset = opened, offset

@@ -55,7 +55,7 @@ class Staged:
     error: FFServeError | None = None
 
 
-def plan(given: Sequence[str]) -> list[Item]:
+def plan_staging(given: Sequence[str]) -> list[Item]:
     """Return the files that URLs denote, and their names: those in the last part of the URL; below
     a directory their paths there.
 

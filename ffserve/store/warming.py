@@ -16,12 +16,13 @@ from ffserve.store.fetching import NOW, Fetcher, OpenObject, identity_of, proces
 
 FILES_AT_ONCE = 4
 FILES_SHARE = 8
-"""One file is kept open for so many descriptors that a process may have; each takes three."""
+"""One file is kept open for this many descriptors that a process may have; each takes three."""
 
 
 @dataclass(frozen=True, slots=True)
 class Warmed:
-    """A file. fetched, left: bytes that came just now, and that the store has no room for."""
+    """The outcome of one file. fetched, left: bytes that came just now, and that the store has no
+    room for."""
 
     url: str
     path: str
@@ -39,7 +40,9 @@ def warm_up(given: Sequence[str], advance: Callable[[], None]) -> list[Warmed]:
     """
     local = next((path for path in given if not urls.is_url(path)), None)
     if local is not None:
-        raise UsageError("not the URL of a remote file", path=local, hint="such as s3://bucket/x")
+        raise UsageError(
+            "the argument is not the URL of a remote file", path=local, hint="such as s3://bucket/x"
+        )
     fetcher = process_fetcher()
     raise_file_limit()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES_SHARE

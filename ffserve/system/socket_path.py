@@ -1,16 +1,19 @@
-"""Path of the daemon's socket, for the daemon and for its clients."""
+"""The daemon's socket, for the daemon and for its clients: its path, and who is at its end."""
 
 from __future__ import annotations
 
 import os
 import socket as sockets
 import stat
+import struct
+from typing import NamedTuple
 
 from ffserve.errors import AccessDenied, MissingFile, UsageError
 
 SYSTEM_SOCKET = "/run/ffserve/ffserve.sock"
 MAX_SOCKET_PATH = 107
 """A path in ``struct sockaddr_un`` has at most this many bytes, without the terminating zero."""
+_UCRED = struct.Struct("=iII")
 
 
 def default_socket_path() -> str:
@@ -167,3 +170,16 @@ def _check_private(directory: str) -> None:
             path=directory,
             hint="remove it, or set XDG_RUNTIME_DIR or FFSERVE_SOCKET",
         )
+
+
+class Credentials(NamedTuple):
+    """Process and user at the other end of a connection."""
+
+    pid: int
+    uid: int
+
+    @classmethod
+    def of(cls, connection: sockets.socket) -> Credentials:
+        """Return the credentials with which the peer of a Unix socket connected or listens."""
+        raw = connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, _UCRED.size)
+        return cls(*_UCRED.unpack(raw)[:2])

@@ -1,9 +1,9 @@
 """Announcing of orders: the order of each iteration, and the position of the training loop in it.
 
 The announcement itself (10 million indices through a socket, the daemon's answer, the computation
-of the next epoch's order) runs in a thread that ends when all is said. The training loop reports
-positions itself, a few times a second; while the thread lives, the thread reports them. Announcing
-is useful, not necessary: the first failure is logged, and training goes on.
+of the next epoch's order) runs in a thread that ends when everything is announced. The training
+loop reports positions itself, a few times a second; while the thread lives, the thread reports
+them. Announcing is useful, not necessary: the first failure is logged, and training goes on.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ MIN_INTERVAL_S = 0.01
 """The position is never reported more often than this."""
 SETTLE_TIMEOUT_S = 0.5
 """An iteration waits this long for the announcements of the one before it, and then begins
-unannounced. Only a daemon that hangs takes so long."""
+unannounced. Only a daemon that hangs takes this long."""
 
 
 @dataclass(slots=True)
 class Announcement:
-    """An order as it is announced; replacement None: the order itself tells."""
+    """An order as it is announced. replacement: None if the order itself shows whether it has
+    repeats."""
 
     epoch: int
     order: Int64s
@@ -56,8 +57,8 @@ PredictNext = Callable[[], Announcement | None]
 
 
 class AnnouncedIteration:
-    """One iteration and what of it was reported. It is over when nobody iterates any more, that is
-    when this object is gone."""
+    """One iteration, and the position that was reported last. It is over when this object is gone,
+    because no loop iterates any more."""
 
     def __init__(self, current: Announcement, position: int, predict_next: PredictNext) -> None:
         self.current = current
@@ -113,7 +114,7 @@ class Announcer:
         return iteration if self._start(iteration) else None
 
     def has_readers(self) -> bool:
-        """Return whether there is anybody to announce to."""
+        """Return whether any reader or dataset takes announcements."""
         try:
             return next(readers_below(self._dataset), None) is not None
         except Exception as error:  # a dataset of the user's may fail in any way
@@ -184,7 +185,7 @@ class Announcer:
         self._replaced_by = [*running, weakref.ref(iteration)]
 
     def _may_announce_again(self) -> bool:
-        """Return whether other loaders have announced to the same files, and are done."""
+        """Return whether other loaders have announced orders of the same files, and are done."""
         return bool(self._replaced_by) and all(map(_is_over, self._replaced_by))
 
     def _announce_all(self, iteration: AnnouncedIteration, expected: Announcement | None) -> None:

@@ -1,7 +1,8 @@
-"""Audit of a loader: what an epoch delivered, beside what its sampler handed out.
+"""Audit of a loader: it compares the samples of an epoch with the indices of its sampler.
 
 The loader runs with all it has (workers, threads, collation, memory transfer) over its own data
-set; each sample carries its index along. So what is counted is what the training loop would get.
+set; each sample carries its index along. So the audit counts the samples that the training loop
+would get.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ def loader_audit(loader: Any) -> LoaderAudit:
     source = loader.batch_sampler if batched else loader.sampler
     sampler = source.sampler if type(source) is BatchSampler else source
     if isinstance(sampler, EpochSampler):
-        # A pure function: iterated twice it hands out the same.
+        # Such a sampler is a pure function: it hands out the same indices when it is iterated
+        # again.
         handed_out, recorded = [_indices(item) for item in copy.deepcopy(source)], source
     else:
         handed_out = []
@@ -152,7 +154,7 @@ def _compared(delivered: list[list[int]], wanted: list[int], n: int) -> LoaderAu
 
 
 class _Recorded:
-    """A sampler, and what it handed out."""
+    """A sampler that records the indices that it hands out."""
 
     def __init__(self, source: Any, handed_out: list[list[int]]) -> None:
         self._source = source
@@ -213,7 +215,7 @@ class _TaggedCollate:
 
 
 def _indices(item: Any) -> list[int]:
-    """Return the indices of what a sampler hands out: one, or a batch of them."""
+    """Return the indices that a sampler hands out at once: one, or a batch of them."""
     return [int(index) for index in np.asarray(item).reshape(-1)]
 
 

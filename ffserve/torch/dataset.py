@@ -5,11 +5,11 @@ asks its ``__getitems__`` for a whole batch, so torch's own DataLoader, ``Subset
 ``random_split`` also make one call per batch. Readers reopen themselves after pickling and after a
 fork.
 
-An announced order goes from a dataset down to its readers. Anything takes part that has
-``announce(order, epoch=0)`` and, to follow the position of the job, ``reached(epoch, position)``:
-a reader, a dataset of ffserve, a dataset of the user's. torch's Subset and ConcatDataset (of which
-``random_split`` makes them) have neither; their contents are announced to directly. Everything
-else is skipped.
+An announced order goes from a dataset down to its readers. An object takes part if it has
+``announce(order, epoch=0)`` and, to follow the position of the job, ``reached(epoch, position)``: a
+reader, a dataset of ffserve, a dataset of the user's. torch's Subset and ConcatDataset (of which
+``random_split`` makes them) have neither; their contents are announced to directly. Other objects
+are skipped.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Dataset(torch.utils.data.Dataset[Any], ReaderRegistry):
     fnames: Any
     reader: FileReader
     prepare_version: Hashable = None
-    """What the results of ``prepare`` depend on, besides its source."""
+    """A value that the results of ``prepare`` depend on, besides its source."""
 
     def __init__(self, fnames: Any, check_data: bool = True) -> None:
         self.fnames = fnames
@@ -101,7 +101,7 @@ class Dataset(torch.utils.data.Dataset[Any], ReaderRegistry):
         return self.process([index], self._data([index]))[0]
 
     def _data(self, indices: Sequence[int]) -> list[Any]:
-        """Return what `process` gets: samples as they are, or prepared."""
+        """Return the argument `data` of `process`: samples as they are, or prepared."""
         if type(self).prepare is Dataset.prepare:
             return self.reader.read(indices)
         return self._preparer().values(self, indices)
@@ -274,7 +274,7 @@ class ConcatDataset(Dataset):
         for dataset in self.datasets:
             if not isinstance(dataset, Dataset) and not has_batch_method(dataset):
                 raise ConcatError(
-                    f"a {type(dataset).__name__} cannot be asked for a batch",
+                    f"a dataset of type {type(dataset).__name__} cannot return a batch",
                     hint="inherit ffserve.torch.Dataset, or define __getitems__(indices)",
                 )
         self.cumulative_sizes = self.cumsum(self.datasets)
@@ -319,7 +319,8 @@ class ConcatDataset(Dataset):
         name: str | None = None,
         replacement: bool = False,
     ) -> None:
-        """Announce to every dataset its part of the order, which itself tells about repeats."""
+        """Announce to every dataset its part of the order, which itself shows whether it has
+        repeats."""
         _announce_parts(self, order, epoch, name=name)
 
     def reached(self, epoch: int, position: int) -> None:
@@ -368,7 +369,7 @@ def _convert_index(ends: list[int], index: int) -> tuple[int, int]:
 
 
 def as_index(value: Any) -> int:
-    """Return the value as one index, or say what a dataset may be indexed by."""
+    """Return the value as one index. Raises: DatasetIndexTypeError."""
     try:
         return operator.index(value)
     except TypeError:
@@ -453,7 +454,7 @@ def reached(dataset: Any, epoch: int, position: int) -> None:
 
 
 def readers_below(dataset: Any) -> Iterator[Any]:
-    """Yield where announcements end: readers, and datasets that are not known any further."""
+    """Yield the readers and datasets that announcements go to in the end."""
     if type(dataset) is torch.utils.data.Subset:
         below = [dataset.dataset]
     elif type(dataset) is torch.utils.data.ConcatDataset:

@@ -12,7 +12,7 @@ plain torch DataLoader whose sampler (``BatchPlan``) yields requests and whose d
 - The answer may be a ``Failure`` in place of a batch, which is raised in the training process.
 
 The public interface of torch is enough for all of this. Two private names of torch are used beside
-it, both in transfer.py, which says for what; without them the loader works, and is slower.
+it, both in transfer.py, which says for what; without them the loader works, but more slowly.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import torch.utils.data
 from torch.utils.data import BatchSampler
 
 from ffserve import FileReader
-from ffserve.client.daemon.connection import lead_job
+from ffserve.client.public import lead_job
 from ffserve.dtypes import Int64s
 from ffserve.errors import UsageError
 from ffserve.torch.announce import (
@@ -129,8 +129,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     ) -> None:
         if threads < 0 or (threads and num_workers):
             raise UsageError(
-                f"threads is {threads} and num_workers is {num_workers}",
-                hint="threads, a number from 0, replace workers: leave num_workers at 0",
+                f"invalid threads={threads} with num_workers={num_workers}",
+                hint="give a number of threads from 0; if there are any, leave num_workers at 0",
             )
         super().__init__(
             dataset,
@@ -300,7 +300,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
 
 class WorkerStart:
-    """What a worker does first: it begins to watch the training process, then calls the user's
+    """The start of a worker: it begins to watch the training process, then calls the user's
     ``worker_init_fn``.
 
     torch's workers look whether their parent has changed. Under forkserver that is the server,
@@ -562,8 +562,8 @@ class BatchPlan(torch.utils.data.Sampler[BatchRequest]):
         self._in_order = in_order
         self._batched = batch_sampler is not None
         self._source: Iterable[Any] = sampler if batch_sampler is None else batch_sampler
-        # Batches of torch's own BatchSampler are consecutive parts of the order; of another batch
-        # sampler nothing is known.
+        # Batches of torch's own BatchSampler are consecutive parts of the order; nothing is known
+        # about other batch samplers.
         self._slicing = batch_sampler if type(batch_sampler) is BatchSampler else None
         self._sampler: Any = sampler if batch_sampler is None else None
         if self._slicing is not None:
@@ -608,7 +608,7 @@ class BatchPlan(torch.utils.data.Sampler[BatchRequest]):
         return iteration
 
     def handed_out(self, iteration: Iteration, batches: int, samples: int) -> None:
-        """Note that the training loop has everything up to here."""
+        """Record that the training loop has everything up to here."""
         iteration.batches += 1
         if iteration.number != self._number:
             return
@@ -617,7 +617,7 @@ class BatchPlan(torch.utils.data.Sampler[BatchRequest]):
             self._epoch_sampler.handed_out(self._sampler_iteration, samples)
         if iteration.announced is not None:
             if not self._in_order and self._slicing is not None:
-                # Their number is known, not which ones they are.
+                # Only the number of these samples is known.
                 samples = (self._skipped_batches + iteration.batches) * self._slicing.batch_size
                 samples += self._start_sample
             self._announcer.reached(iteration.announced, samples)
@@ -671,7 +671,7 @@ class BatchPlan(torch.utils.data.Sampler[BatchRequest]):
     def _requests_of_items(
         self, items: Iterator[Any], order: Int64s | None
     ) -> Iterator[BatchRequest]:
-        """Yield what the sampler hands out."""
+        """Yield the items that the sampler hands out."""
         batches, samples = self._skipped_batches, self._start_sample
         for item in islice(items, batches):
             samples += self._sample_count(item)

@@ -51,14 +51,14 @@ class PackedDataset(Dataset):
         self.reader = FileReader.for_files(fnames, check_data)
         self.dtype = np.dtype(dtype)
         if self.dtype.kind not in "iu":
-            raise UsageError(f"dtype is {self.dtype}, but tokens are integers")
+            raise UsageError(f"invalid dtype {self.dtype}: tokens are integers")
         self.pad = pad
         sizes, odd = np.divmod(self.reader.sizes(), self.dtype.itemsize)
         if odd.any():
             index = int(odd.argmax())
             raise UsageError(
-                f"sample {index} has {int(self.reader.sizes([index])[0])} bytes, which is no whole "
-                f"number of tokens of {self.dtype.itemsize} bytes",
+                f"sample {index} has {int(self.reader.sizes([index])[0])} bytes, which is not a "
+                f"multiple of the {self.dtype.itemsize} bytes of a token",
                 hint="give the dtype with which the tokens were written",
             )
         self.plan = plan(sizes, length, seed, window=window)

@@ -1,7 +1,7 @@
 """Pickling of batches, with the bytes of arrays and tensors out of band.
 
 Dense CPU tensors are taken apart into bytes, type, shape and strides; tensors over one storage
-share it again afterwards. Tensors that only torch can hand over raise ``NeedsTorch``.
+share it again afterwards. Tensors that only torch can pass to another process raise ``NeedsTorch``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 class NeedsTorch(Exception):
-    """A tensor that only torch can hand over to another process."""
+    """A tensor that only torch can pass to another process."""
 
 
 class Pickler(pickle.Pickler):

@@ -1,4 +1,4 @@
-"""Prepared samples of a torch dataset: what `Dataset.prepare` returns, shared by a user's jobs.
+"""Prepared samples of a torch dataset: the results of `Dataset.prepare`, shared by a user's jobs.
 
 A result travels as a header and the bytes of its parts. The header says what the parts are (bytes,
 arrays, tensors, numbers, alone or in a tuple or dict). Nothing is pickled. Headers are checked when
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ffserve._version import __version__
-from ffserve.client.daemon.preparing import PreparedSource, prepared_source
+from ffserve import __version__
+from ffserve.client.public import PreparedSource, prepared_source
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.errors import FormatError, ProtocolError, ServerUnavailable, UsageError
 
@@ -33,17 +33,16 @@ _SINGLE, _TUPLE, _DICT = range(3)
 _BYTES, _ARRAY, _TENSOR, _INT, _FLOAT, _BOOL = range(6)
 _ALIGNMENT = 64
 _MOST_PARTS = 64
-_MOST_NAME = 200
 COLD_SHARE = 0.25
-"""Raw samples are read ahead if a smaller share of the prepared ones is in memory."""
+"""Raw samples are read ahead if less than this share of the prepared ones is in memory."""
 _MOST_LAYOUTS = 4096
-"""The meanings of this many different headers are kept."""
+"""This many different headers are kept in parsed form."""
 _KINDS: dict[type[Any], int] = {bytes: _BYTES, int: _INT, float: _FLOAT, bool: _BOOL}
 _NUMBERS: dict[int, Any] = {_INT: struct.Struct("<q"), _FLOAT: struct.Struct("<d")}
 
 
 class _ValuePart(NamedTuple):
-    """One part of a result: what it is, and where its bytes are."""
+    """One part of a result: its kind, type and shape, and the place of its bytes."""
 
     kind: int
     type: Any
@@ -126,7 +125,7 @@ _layouts: dict[bytes, _Layout] = {}
 
 
 def value(sample: Bytes) -> Any:
-    """Return the result that bytes are of. Arrays and tensors are views of the bytes.
+    """Return the result that bytes encode. Arrays and tensors are views of the bytes.
 
     Raises: FormatError.
     """
@@ -168,17 +167,17 @@ def _parse(packed: bytes) -> _Layout:
             _ValuePart(kind, _type(kind, name, shape, size), shape, key.decode(), start, end)
         )
     if container not in (_SINGLE, _TUPLE, _DICT) or (container == _SINGLE and count != 1):
-        raise ValueError(f"container {container} of {count}")
+        raise ValueError(f"it has a container of kind {container} with {count} parts")
     return _Layout(container, parts, end)
 
 
 def _type(kind: int, name: str, shape: tuple[int, ...], size: int) -> Any:
     """Return the type of a part, having checked its size."""
     if any(length < 0 for length in shape):
-        raise ValueError(f"shape {shape}")
+        raise ValueError(f"a part has the shape {shape}")
     if kind in _NUMBERS or kind == _BOOL:
         if size != (1 if kind == _BOOL else 8):
-            raise ValueError(f"a number of {size} bytes")
+            raise ValueError(f"a number has {size} bytes")
         return None
     if kind == _BYTES:
         return None
@@ -188,17 +187,17 @@ def _type(kind: int, name: str, shape: tuple[int, ...], size: int) -> Any:
     if kind == _ARRAY:
         found: Any = np.dtype(name)
         if found.hasobject:
-            raise ValueError("an array of objects")
+            raise ValueError("a part is an array of objects")
         item = found.itemsize
     elif kind == _TENSOR:
         found = getattr(torch, name.removeprefix("torch."))
         if not isinstance(found, torch.dtype):
-            raise ValueError(f"no type of tensors: {name}")
+            raise ValueError(f"{name} is not a type of tensors")
         item = found.itemsize
     else:
-        raise ValueError(f"part of kind {kind}")
+        raise ValueError(f"a part is of the unknown kind {kind}")
     if count * item != size:
-        raise ValueError(f"{size} bytes for {count} items of {item}")
+        raise ValueError(f"a part has {size} bytes for {count} items of {item} bytes")
     return found
 
 
@@ -233,7 +232,7 @@ def key_of(dataset: Any) -> tuple[bytes, str]:
     Raises: UsageError for a `prepare_version` without a text of its own.
     """
     kind, version = type(dataset), dataset.prepare_version
-    name = f"{kind.__module__}.{kind.__qualname__}"[-_MOST_NAME:]
+    name = f"{kind.__module__}.{kind.__qualname__}"[-200:]  # limits.MOST_NAME
     text = repr(version)
     if " at 0x" in text:
         raise UsageError(
@@ -251,7 +250,7 @@ def key_of(dataset: Any) -> tuple[bytes, str]:
 
 
 def _code(code: Any) -> Any:
-    """Return what a function's code is made of, without addresses."""
+    """Return the content of a function's code, without addresses."""
     if code is None:
         return None
     constants = [_code(c) if hasattr(c, "co_code") else c for c in code.co_consts]
@@ -281,7 +280,7 @@ class Preparer:
         return Preparer, ()
 
     def values(self, dataset: Any, indices: Sequence[int]) -> list[Any]:
-        """Return what `prepare` makes of these samples."""
+        """Return the prepared samples."""
 
         def make(some: Int64s) -> list[Any]:
             wanted = some.tolist()
@@ -344,7 +343,7 @@ class Preparer:
     def announce(
         self, dataset: Any, order: Int64s, epoch: int, name: str | None, replacement: bool
     ) -> bool:
-        """Announce an order to the shared samples; False: there are none."""
+        """Announce an order to the shared samples; return False if there are none."""
         shared = self.shared(dataset, lead=True)
         if shared is None:
             return False
@@ -357,9 +356,8 @@ class Preparer:
         return True
 
     def reads_ahead(self, epoch: int) -> bool:
-        """Whether the raw samples of an order should be read ahead: most are still to be prepared.
-        Later it would be in vain, as raw samples of which the prepared one is in memory are not
-        used."""
+        """Whether the raw samples of an order should be read ahead, because most are still to be
+        prepared. A raw sample is not used any more when the prepared one is in memory."""
         return epoch == self._cold_epoch
 
     def _announce(self, epoch: int, order: Int64s, name: str | None, replacement: bool) -> None:
@@ -367,7 +365,7 @@ class Preparer:
             self._shared.announce(np.asarray(order, np.int64), epoch, name, replacement)
 
     def reached(self, dataset: Any, epoch: int, position: int) -> bool:
-        """Report a position to the shared samples; False: there are none."""
+        """Report a position to the shared samples; return False if there are none."""
         shared = self.shared(dataset)
         if shared is None or epoch not in self._orders:
             return False

@@ -192,7 +192,7 @@ class EpochSampler(Sampler[int]):
         return epoch_order(self.n, seed=seed, epoch=epoch, shuffle=self.shuffle, window=self.window)
 
     def _identity(self) -> dict[str, Any]:
-        """Return what a state must have in common with the sampler, as plain values."""
+        """Return the values that a state must have in common with the sampler, as plain values."""
         return {
             "n": self.n,
             "shuffle": self.shuffle,
@@ -213,7 +213,7 @@ class EpochSampler(Sampler[int]):
             self._move_to(0, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what ``load_state_dict`` needs to continue from here.
+        """Return the state that ``load_state_dict`` needs to continue from here.
 
         Returns: a dict of plain values. ``position`` is the number of this rank's samples
             that were used: those handed to the training loop when ``ffserve.torch.DataLoader``
@@ -557,7 +557,7 @@ class GeneratorOrder(SamplerOrder):
 
     def predict(self, epoch: int, base_seed: bool) -> NextOrder:
         after, sampler, draw, draw_end = self._after, self._sampler, self._draw, self._draw_end
-        # Nobody knows what else is drawn from torch's global generator until then.
+        # Other code may draw from torch's global generator until then.
         if after is None:
             return _unknown
 
@@ -636,7 +636,7 @@ def _integers(indices: Int64s | range) -> Iterator[int]:
 
 
 def integers_of(order: SamplerOrder, indices: Int64s | range) -> Iterator[int]:
-    """Yield what a sampler of this order hands out."""
+    """Yield the items that a sampler of this order hands out."""
     yield from _integers(indices)
     order.exhausted()
 

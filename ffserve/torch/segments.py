@@ -146,8 +146,8 @@ class Sender:
         return chosen
 
     def send(self, segment: Segment) -> tuple[Any, ...]:
-        """Return what tells the training process which segment this is: the key of its receiver,
-        and the arguments of `Receiver.open`."""
+        """Return the reference of a segment for the training process: the key of its receiver, and
+        the arguments of `Receiver.open`."""
         dropped, self._dropped = tuple(self._dropped), []
         return self._key, self._worker, segment.number, dropped
 

@@ -7,12 +7,12 @@ A ``Message`` crosses torch's queue. It says where its payload lies: in one segm
   read in one call, straight into the segment. The training process makes the arrays.
 - Any other batches. Samples of 16 KiB and more are read straight into the segment, and torch's
   collation stacks its tensors there. ``MessageWriter.finish`` then finds for each array and tensor
-  of a batch whether it is in place already, and copies the others. What cannot be taken apart into
-  bytes (pickling.py) makes the whole message go torch's way.
+  of a batch whether it is in place already, and copies the others. If an object cannot be taken
+  apart into bytes (pickling.py), the whole message goes through torch.
 
 Arrays and tensors that arrive are views of the segment, writable, and share nothing with one
-another. If somebody in the worker still holds memory of the segment (the cache of a dataset), the
-message gets a copy.
+another. If an object in the worker, such as the cache of a dataset, still holds memory of the
+segment, the message gets a copy.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ import torch
 from numpy.typing import NDArray
 
 from ffserve import FileReader, Reader
-from ffserve.client import source
+from ffserve.client.public import addresses, placing
 from ffserve.dtypes import Bytes, Int64s
-from ffserve.engine.arrays import addresses
 from ffserve.errors import FFServeError
 from ffserve.torch.pickling import Pickler, is_plain
 from ffserve.torch.segments import FREE, TAKEN, Segment, Sender, give_back, receiver
@@ -56,7 +55,7 @@ messages are not."""
 _UINT8 = np.dtype(np.uint8)
 
 Alive = Callable[[], object]
-"""Returns None when nobody holds something any more."""
+"""A function that returns None when no object refers to something any more."""
 
 
 class WorkerMessage:
@@ -274,7 +273,7 @@ class MessageWriter:
         self._payload = None
         self._tables.clear()
         self._batch_count = batch_count
-        with source.placing(self._place):
+        with placing(self._place):
             yield
 
     def batch_made(self) -> None:
@@ -287,7 +286,7 @@ class MessageWriter:
         self._tables.clear()
 
     def finish(self, answers: list[Any]) -> Any:
-        """Return a message of the answers, or the answers if only torch can hand them over.
+        """Return a message of the answers, or the answers if only torch can pass them on.
 
         Args: answers: (batches, samples, batch) or BatchFailure; emptied if the message has them.
         """
@@ -429,7 +428,7 @@ class Payload:
             return None
         self._size = int(ends[-1])
         first = int(begins[0])
-        # A buffer of its own, so that its life tells whether anybody holds one of these samples.
+        # A buffer of its own: while it exists, an object holds one of these samples.
         own = np.frombuffer(self._memory[first : self._size].data, np.uint8)
         self._reads[first] = begins, ends, weakref.ref(own)
         known = len(self._samples)
@@ -487,7 +486,7 @@ class Payload:
         return self._append(np.frombuffer(pickle.dumps(self._table, protocol=5), np.uint8))
 
     def release(self) -> bool:
-        """Drop the memory; return whether nobody else holds any of it."""
+        """Drop the memory; return whether no other object holds any of it."""
         self._memory = None
         return self._alive() is None
 
@@ -513,7 +512,8 @@ class Payload:
         return np.stack((edges[:-1], edges[1:])) + first
 
     def _add_arrays(self, arrays: Sequence[Bytes]) -> list[tuple[int, int]]:
-        """Return where each lies: where it is already, or where it will be copied."""
+        """Return the place of each array: the one that it already has, or the one that it will be
+        copied to."""
         if not self._samples or not all(array.flags.c_contiguous for array in arrays):
             return [self._append(array) for array in arrays]
         return [
@@ -522,7 +522,7 @@ class Payload:
         ]
 
     def _claim_tensor(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Return where a tensor lies that is in place, if it is all of its storage, in order."""
+        """Return the place of a tensor in the segment, if it is all of its storage, in order."""
         size = tensor.numel() * tensor.element_size()
         if (
             self.segment is None

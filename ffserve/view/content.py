@@ -1,8 +1,8 @@
-"""The bytes of samples, for a view: whole samples come in, parts of them go out.
+"""The bytes of samples, for a view: it reads whole samples and returns parts of them.
 
 A sample can only be checked as a whole, so it is read as a whole, and kept while programs read it
 part by part. Samples that a program reads one behind the other (tar, cp, find) are read ahead
-together, if they are not in memory anyway.
+together, if they are not in memory already.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ffserve.client.daemon.shared_memory import DaemonSource
-from ffserve.client.source import Batch
+from ffserve import Batch
+from ffserve.client.public import DaemonSource
 from ffserve.dtypes import Bytes
 from ffserve.engine.fuse import Requests
 from ffserve.errors import FFServeError
@@ -23,7 +23,7 @@ from ffserve.reader import Reader
 KEPT_SIZE = 32 << 20
 """A process keeps this many bytes of samples besides the sample in use."""
 AHEAD_SIZE, AHEAD_COUNT = 2 << 20, 256
-"""Limits of what is read ahead."""
+"""At most this many bytes, and this many samples, are read ahead."""
 NEAR = 64
 """A sample this close behind the last one counts as the next one, since several processes answer by
 turns."""
@@ -38,8 +38,8 @@ class SampleReader:
     def __init__(self, reader: Reader, wait: Callable[[], object]) -> None:
         self._reader = reader
         self._wait = wait
-        self._locks = [threading.Lock() for _ in range(64)]
-        """A sample that several threads want is read once."""
+        self._locks: dict[int, threading.Lock] = {}
+        """Of the samples that are being read: one that several threads want is read once."""
         self._keeping = threading.Lock()
         self._kept: OrderedDict[int, Bytes] = OrderedDict()
         self._kept_size = 0
@@ -88,7 +88,7 @@ class SampleReader:
         """Return a part of a sample, less at its end. Raises: as `Reader.read`."""
         found = self._kept.get(sample)
         if found is None:
-            lock = self._locks[sample % len(self._locks)]
+            lock = self._locks.setdefault(sample, threading.Lock())
             if not lock.acquire(blocking=False):
                 self._wait()
                 lock.acquire()
@@ -97,6 +97,7 @@ class SampleReader:
                 if found is None:
                     found = self._whole(sample, offset + size)
             finally:
+                self._locks.pop(sample, None)
                 lock.release()
         return found[offset : offset + size].data
 

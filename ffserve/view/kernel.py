@@ -35,7 +35,7 @@ REQUEST_SIZE = 16 << 10
 """A request is read into a buffer of this size; the kernel demands at least 8 KiB."""
 BLOCK_SIZE = 512
 FOREVER_S = 1 << 30
-"""The kernel may keep names, sizes and bytes for so long, because they never change."""
+"""The kernel may keep names, sizes and bytes for this time, because they never change."""
 READ_SIZE = 1 << 20
 """The largest read has this size, which is the kernel's own limit (fs.fuse.max_pages_limit)."""
 READ_AHEAD_SIZE = 1 << 20
@@ -58,7 +58,8 @@ _BACKING = struct.Struct("<iIQ")
 
 
 class Operation(enum.IntEnum):
-    """The operations that a read-only file system answers, beside those of engine/memory/fuse.c."""
+    """The operations that a read-only file system answers, besides those of
+    engine/memory/fuse.c."""
 
     LOOKUP = 1
     GETATTR = 3
@@ -80,7 +81,7 @@ def answer(unique: int, payload: bytes | bytearray | memoryview = b"", error: in
 
 
 def common(mode: int, uid: int, gid: int, mtime_ns: int) -> bytes:
-    """Return what many nodes have in common of `attributes` and `entry`.
+    """Return the part of `attributes` and `entry` that many nodes have in common.
 
     Args: mode: with the type. mtime_ns: since 1970.
     """
@@ -98,7 +99,7 @@ def attributes(node: int, size: int, common: bytes) -> bytes:
 
 
 def entry(node: int, size: int, common: bytes) -> bytes:
-    """Return the answer to LOOKUP. size: as of `attributes`."""
+    """Return the answer to LOOKUP. size: as for `attributes`."""
     blocks = -(-size // BLOCK_SIZE)
     return _ENTRY.pack(node, 0, FOREVER_S, FOREVER_S, 0, 0, node, size, blocks) + common
 
@@ -124,7 +125,8 @@ def statfs(size: int, count: int) -> bytes:
 
 
 def opened(backing: int = 0) -> bytes:
-    """Return the answer to OPEN. backing: of `open_backing`; 0 for files that are read by READ."""
+    """Return the answer to OPEN. backing: the number from `open_backing`; 0 for files that are read
+    by READ."""
     if backing:
         return _OPENED.pack(0, _OPEN_PASSTHROUGH | _NO_FLUSH, backing)
     return _OPENED.pack(0, _KEEP_CACHE | _NO_FLUSH, 0)
@@ -140,16 +142,18 @@ def greet(device: int, *, passthrough: bool) -> bool:
     try:
         request = os.read(device, REQUEST_SIZE)
     except OSError as error:
-        raise ReadError(f"unmounted at once: {error.strerror}", path="/dev/fuse") from error
+        raise ReadError(
+            f"the view was unmounted before it was served: {error.strerror}", path="/dev/fuse"
+        ) from error
     _, operation, unique, *_ = HEADER.unpack_from(request)
     assert operation == Operation.INIT
     major, minor, _, low, high = _INIT_ASKED.unpack_from(request, HEADER.size)
     if (major, minor) < (7, _MINOR_LEAST):
         os.write(device, answer(unique, error=errno.EPROTO))
         raise ReadError(
-            f"the kernel speaks FUSE {major}.{minor}, not 7.{_MINOR_LEAST} or later",
+            f"the kernel has version {major}.{minor} of FUSE, and 7.{_MINOR_LEAST} is needed",
             path="/dev/fuse",
-            hint="Linux 5.4 or later is needed",
+            hint="use Linux 5.4 or later",
         )
     offered = low | (high << 32 if low & _EXTENDED else 0)
     flags = offered & (_WANTED | (_PASSTHROUGH if passthrough else 0))
@@ -163,7 +167,7 @@ def greet(device: int, *, passthrough: bool) -> bool:
 
 
 def open_backing(device: int, fd: int) -> int:
-    """Let the kernel read a file of the view from an open file; return the number of this.
+    """Let the kernel read a file of the view from an open file; return the number of that file.
 
     Raises: OSError: no permission (CAP_SYS_ADMIN), or a file system that does not do it.
     """

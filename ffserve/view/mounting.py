@@ -81,7 +81,7 @@ def check_mountpoint(path: str) -> bool:
             raise os_error(error, path, hint=hint) from error
         if found.type != _TYPE:
             raise UsageError(
-                f"a dead mount ({found.type}) is here: its process has ended",
+                f"the directory is a mount ({found.type}) whose process has ended",
                 path=path,
                 hint="remove it with `umount` or `fusermount3 -u`",
             ) from error
@@ -90,9 +90,9 @@ def check_mountpoint(path: str) -> bool:
         found = find(path)
     if found is not None and found.type == _TYPE:
         raise UsageError(
-            "a view is mounted here already",
+            "a view is already mounted on this directory",
             path=path,
-            hint="`ffserve unmount` removes it; or use another directory",
+            hint="remove it with `ffserve unmount`, or use another directory",
         )
     if not stat.S_ISDIR(wrap_os_error(os.stat, path).st_mode):
         raise UsageError("the mount point is not a directory", path=path)
@@ -108,7 +108,8 @@ def check_mountpoint(path: str) -> bool:
 def mount(path: str, *, allow_other: bool) -> int:
     """Mount a read-only file system on a directory; return the descriptor that serves it.
 
-    Args: path: of `resolved`, checked. allow_other: for all users, by the permissions of the files.
+    Args: path: of `resolved`, checked. allow_other: let all users read the view, as far as the
+    permissions of the files allow.
     Raises: ReadError, AccessDenied, UsageError.
     """
     options = ["default_permissions", *(["allow_other"] if allow_other else [])]
@@ -128,7 +129,7 @@ def mount(path: str, *, allow_other: bool) -> int:
         os.close(device)
         if failed.errno == errno.ENODEV:
             raise _no_device(failed)
-        hint = "mounting needs CAP_SYS_ADMIN, which containers lack unless they are given it"
+        hint = "start the container with the capability CAP_SYS_ADMIN, which mounting needs"
         raise os_error(failed, path, hint=hint if failed.errno == errno.EPERM else None)
     return device
 
@@ -136,14 +137,14 @@ def mount(path: str, *, allow_other: bool) -> int:
 def _no_device(error: OSError) -> ReadError | AccessDenied:
     if isinstance(error, PermissionError):
         return AccessDenied(
-            f"cannot open: {error.strerror}", path=DEVICE,
-            hint="allow the device, in a container with --device /dev/fuse",
+            f"cannot open the FUSE device: {error.strerror}", path=DEVICE,
+            hint="allow access to the device; start a container with --device /dev/fuse",
         )  # fmt: skip
     kind = MissingFile if error.errno in (errno.ENOENT, errno.ENODEV, errno.ENXIO) else ReadError
     return kind(
-        f"there is no FUSE: {error.strerror}",
+        f"the kernel has no FUSE device: {error.strerror}",
         path=DEVICE,
-        hint="load the module (modprobe fuse); in a container pass the device (--device /dev/fuse)",
+        hint="load the module (modprobe fuse), or start the container with --device /dev/fuse",
     )
 
 
@@ -153,7 +154,7 @@ def _helper() -> str:
         if found := shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/bin:/bin"):
             return found
     raise MissingFile(
-        "users mount by this program, and it is missing",
+        "the program that mounts file systems for users is missing",
         path=_HELPERS[0],
         hint="install the package fuse3, or mount as root",
     )
@@ -184,7 +185,10 @@ def _mount_by_helper(path: str, options: list[str]) -> int:
     said = done.stderr.decode(errors="replace").strip().removeprefix("fusermount3: ")
     hint = None
     if "allow_other" in said:
-        hint = "let root write user_allow_other into /etc/fuse.conf, or leave --allow-other out"
+        hint = (
+            "let the administrator write user_allow_other into /etc/fuse.conf, or leave out "
+            "--allow-other"
+        )
     raise AccessDenied(said or f"{helper} failed", path=path, hint=hint)
 
 
@@ -209,9 +213,12 @@ def unmount(path: str, *, lazy: bool = False) -> None:
         code = errno.EBUSY
     if code == errno.EBUSY:
         raise UsageError(
-            "cannot unmount: files or directories of the view are open",
+            "cannot unmount the view: programs have files or directories of it open",
             path=path,
-            hint="end the programs (`fuser -vm` lists them), or use --lazy: they get errors",
+            hint=(
+                "end the programs, which `fuser -vm` lists, or use --lazy, after which they get "
+                "errors"
+            ),
         )
     raise os_error(OSError(code, os.strerror(code)), path)
 

@@ -1,12 +1,13 @@
-"""Answer the kernel's requests for a view: what each operation returns, and the threads that do it.
+"""Answers to the kernel's requests for a view, and the threads that give them.
 
 Nothing here changes after the start: nodes are numbers (`tree.py`), files do not change, and the
 kernel is told to keep names, sizes and bytes for good. So any thread of any process may answer any
 request, and forgotten nodes (FORGET) need no counting.
 
-Of a process's threads one has the turn: it takes requests and answers them at once. Before it waits
-for a disk it passes the turn on. So as long as all is in memory one thread does all the work, with
-its code and data in the processor's cache and no other one that wants the interpreter.
+One thread of a process has the turn: it takes requests and answers them at once. Before it waits
+for a disk it passes the turn to another thread, to a new one if all others wait as well. So as long
+as all samples are in memory, one thread does all the work, with its code and data in the
+processor's cache, and no other thread waits for the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import mmap
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,7 +36,13 @@ from ffserve.view.tree import ROOT, SAMPLES, Node, Tree
 log = logging.getLogger("ffserve")
 
 THREADS = 4
-"""A process answers in this many threads, so that reads of the disk wait side by side."""
+"""A process begins with this many threads, so that reads of the disk wait side by side."""
+MOST_THREADS = 64
+"""When all threads of a process wait for a disk, which may hang, it starts another, so that files
+on other disks can be read. When so many wait it answers nothing."""
+RECHECK_S = 0.25
+"""A program that a signal has not ended is looked at again after this time. The kernel tells of the
+first signal only, and the next one may kill the program."""
 SAID_COUNT = 20
 """A process names at most this many damaged samples in its log."""
 Payload: TypeAlias = "bytes | bytearray | memoryview"
@@ -70,7 +78,7 @@ class ViewFile:
 
     @property
     def remote(self) -> bool:
-        """Whether only its samples can be read."""
+        """Whether the file is remote, so that only its samples can be read."""
         return self.fd < 0
 
 
@@ -81,11 +89,12 @@ class Running:
         self.slots = memoryview(mmap.mmap(-1, 16 * threads)).cast("Q")
 
     def thread_of(self, unique: int) -> int:
-        """Return which thread of which program waits for a request; 0: it is not in progress."""
+        """Return which thread of which program waits for a request; 0: that of another namespace;
+        -1: it is not in progress."""
         for at in range(0, len(self.slots), 2):
             if self.slots[at] == unique:
                 return int(self.slots[at + 1])
-        return 0
+        return -1
 
 
 class ViewServer:
@@ -122,6 +131,14 @@ class ViewServer:
         self._turn = threading.Lock()
         self._leader = 0
         """The thread that has the turn; 0: none."""
+        self._idle: set[int] = set()
+        """The threads that wait for the turn."""
+        self._first = self._count = 0
+        """The first of this process's slots in `running`, and its threads so far."""
+        self._signalled: dict[int, int] = {}
+        """Requests whose program got a signal and goes on waiting, with its thread."""
+        self._rechecking = threading.Lock()
+        """Held by the thread that looks at those again."""
         self._answers: dict[int, Function] = {
             Operation.LOOKUP: self._look_up,
             Operation.GETATTR: self._get_attributes,
@@ -139,14 +156,17 @@ class ViewServer:
 
         Args: first: the first of this process's slots in `running`.
         """
-        threads = [
-            threading.Thread(target=self._loop, args=(2 * (first + k),), daemon=True)
-            for k in range(THREADS)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
+        self._first = first
+        for thread in [self._start() for _ in range(THREADS)]:
             thread.join()
+
+    def _start(self) -> threading.Thread:
+        """Start another thread that answers requests."""
+        at = 2 * (self._first + self._count)
+        self._count += 1
+        thread = threading.Thread(target=self._loop, args=(at,), daemon=True)
+        thread.start()
+        return thread
 
     def _loop(self, at: int) -> None:
         requests = Requests(
@@ -158,7 +178,9 @@ class ViewServer:
         me = threading.get_ident()
         while True:
             if self._leader != me:
+                self._idle.add(me)
                 self._turn.acquire()
+                self._idle.discard(me)
                 self._leader = me
             try:
                 size = self._samples.next(requests)
@@ -173,7 +195,7 @@ class ViewServer:
                 continue
             _, operation, unique, node, _, _, thread, _, _ = unpack(request)
             if operation == Operation.INTERRUPT:
-                self._interrupt(int.from_bytes(request[40:48], "little"))
+                self._interrupt(unique, int.from_bytes(request[40:48], "little"))
                 continue
             slots[at + 1] = thread
             slots[at] = unique
@@ -184,11 +206,13 @@ class ViewServer:
     def _pass_on(self) -> None:
         """Let another thread take requests, since this one is going to wait."""
         if self._leader == threading.get_ident():
+            if not self._idle and self._count < MOST_THREADS:
+                self._start()
             self._leader = 0
             self._turn.release()
 
     def _reply(self, unique: int, payload: Payload, code: int) -> None:
-        # ENOENT: the request was ended otherwise.
+        # ENOENT: the request has already ended.
         with suppress(OSError):
             os.writev(self._device, [kernel.answer(unique, payload, code), payload])
 
@@ -215,12 +239,40 @@ class ViewServer:
         if self._said <= SAID_COUNT:
             log.warning("the view cannot read a sample: %s", error)
 
-    def _interrupt(self, unique: int) -> None:
+    def _interrupt(self, interruption: int, unique: int) -> None:
         """A program got a signal while it waits. If it was killed, it need not wait any longer;
-        otherwise it gets its answer, since programs do not expect EINTR of files."""
+        otherwise it gets its answer, since programs do not expect EINTR of files.
+
+        Args: interruption, unique: numbers of this message and of the request that it is about.
+        """
         thread = self._running.thread_of(unique)
-        if thread and _is_killed(thread):
+        if thread < 0:
+            # Either a thread has just taken the request, then the kernel sends this again; or it
+            # was answered, then the kernel ignores this.
+            self._reply(interruption, b"", errno.EAGAIN)
+        elif thread and not self._is_over(unique, thread):
+            self._signalled[unique] = thread
+            if not self._rechecking.locked():
+                threading.Thread(target=self._recheck, daemon=True).start()
+
+    def _is_over(self, unique: int, thread: int) -> bool:
+        """Whether a request was answered; it is answered now if its program was killed."""
+        if self._running.thread_of(unique) != thread:
+            return True
+        if _is_killed(thread):
             self._reply(unique, b"", errno.EINTR)
+            return True
+        return False
+
+    def _recheck(self) -> None:
+        """Look at programs that got a signal until all have their answers."""
+        while self._signalled and self._rechecking.acquire(blocking=False):
+            while self._signalled:
+                time.sleep(RECHECK_S)
+                for unique, thread in list(self._signalled.items()):
+                    if self._is_over(unique, thread):
+                        self._signalled.pop(unique, None)
+            self._rechecking.release()
 
     # ---- one function for each operation ---------------------------------------------------
 
@@ -297,8 +349,8 @@ class ViewServer:
         return bytearray().join(entries)
 
     def _entries(self, nodes: list[tuple[int, Node]], position: int) -> Iterator[bytes]:
-        """Return what LOOKUP would answer. Of a sample whose size is not known or 0 the kernel asks
-        later, and can then be told what is wrong."""
+        """Return the answer of LOOKUP. The kernel asks again for a sample whose size is unknown or
+        0, and then gets the error of a damaged sample."""
         sizes = self._sizes([found for _, found in nodes])
         for number, ((node, found), size) in enumerate(zip(nodes, sizes, strict=True), position):
             if number < 2:  # the kernel has "." and ".." without asking
@@ -351,7 +403,7 @@ class ViewServer:
 
 
 def _is_killed(thread: int) -> bool:
-    """Whether a thread has a SIGKILL to come, as every fatal signal turns into one."""
+    """Whether a SIGKILL is pending for a thread; the kernel makes one of every fatal signal."""
     with suppress(OSError), open(f"/proc/{thread}/status", "rb") as file:
         for line in file:
             if line.startswith(b"SigPnd:"):

@@ -1,4 +1,4 @@
-"""The processes of a view: one opens and mounts, others answer, the first waits and unmounts.
+"""The processes of a view: the first one mounts and unmounts, the others answer requests.
 
 The answering processes are forked, so they share the table of names. They hold the same descriptor
 of /dev/fuse, so the kernel gives each request to whichever waits.
@@ -26,17 +26,17 @@ from functools import partial
 
 import numpy as np
 
+from ffserve import folders as packed_folders
 from ffserve import reader
-from ffserve.dataset.layout import ShardInfo
 from ffserve.dataset.paths import PathLike, expand_paths
 from ffserve.disk.files import open_regular, raise_file_limit
 from ffserve.errors import FFServeError, ReadError, UsageError
-from ffserve.folders import folder_index
-from ffserve.folders.folder_index import Folder
+from ffserve.folders import Folder
+from ffserve.reader import ShardInfo
 from ffserve.server.users.access import everybody_may_read
 from ffserve.store.urls import is_url
 from ffserve.view import kernel, mounting
-from ffserve.view.serving import THREADS, Running, ViewFile, ViewServer
+from ffserve.view.serving import MOST_THREADS, Running, ViewFile, ViewServer
 from ffserve.view.tree import ROOT, Shown, Tree, names_of, unusable
 
 log = logging.getLogger("ffserve")
@@ -44,8 +44,8 @@ log = logging.getLogger("ffserve")
 PROCESSES = 4
 """A view has at most this many processes, and at most one per core."""
 END_S = 1.0
-"""A view waits this long for killed processes. One that waits for a disk that hangs ends when the
-disk answers, or never."""
+"""A view waits this long for killed processes. A process that waits for a hanging disk ends when
+the disk answers, or never."""
 _PR_SET_PDEATHSIG = 1
 _ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _NOT_BACKED = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.ELOOP)
@@ -95,7 +95,7 @@ class View:
                 self.files.append(self._open(shard))
             local = [file for file in self.files if not file.remote]
             if len(local) < len(self.files):
-                log.warning("remote files are not in shards/, only their samples are shown")
+                log.warning("remote files are not in shards/; the view shows only their samples")
             fds = np.array([file.fd for file in local], np.int32)
             readable = everybody_may_read([file.path for file in local], fds)
             for file, public in zip(local, readable, strict=True):
@@ -132,7 +132,7 @@ class View:
         found = os.fstat(fd)
         if found.st_size != shard.size:
             os.close(fd)
-            raise ReadError("the file has changed while it was opened", path=shard.path)
+            raise ReadError("the file changed while it was opened", path=shard.path)
         return ViewFile(shard.path, fd, found.st_size, found.st_mtime_ns, shard.first, sizes)
 
     def _shown(self, name: str, shard: ShardInfo) -> Shown:
@@ -140,23 +140,30 @@ class View:
         try:
             folder = self._folder(shard)
         except FFServeError as error:
-            log.warning("the samples go by number, since their names cannot be read: %s", error)
+            log.warning(
+                "the samples are named by number, because their own names cannot be read: %s", error
+            )
         if folder is not None and (reason := unusable(folder)) is not None:
-            log.warning("%s: the samples go by number: %s", shard.path, reason)
+            log.warning(
+                "%s: the samples are named by number, because their own names cannot be used: %s",
+                shard.path,
+                reason,
+            )
             folder = None
         remote = is_url(shard.path)
         return Shown(name, shard.first, shard.count, folder, self._options.suffix, remote)
 
     def _folder(self, shard: ShardInfo) -> Folder | None:
-        """Return the names of a packed folder; None: the file is none. Raises: as `Reader.read`."""
+        """Return the names of a packed folder; None if the file is not one. Raises: as
+        `Reader.read`."""
         if shard.format != "ffrecord" or not shard.count:
             return None
         last = shard.first + shard.count - 1
         [sample] = self._reader.read([last])
-        if not folder_index.is_index(sample[:16].tobytes()):
+        if not packed_folders.is_index(sample[:16].tobytes()):
             return None
         count = shard.count - 1
-        return folder_index.decode(sample.data, count, path=shard.path, index=last)
+        return packed_folders.decode(sample.data, count, path=shard.path, index=last)
 
     # ---- mounted ---------------------------------------------------------------------------
 
@@ -175,7 +182,7 @@ class View:
         """
         path = mounting.resolved(path)
         if mounting.check_mountpoint(path):
-            log.warning("%s: removed the mount of a view whose process was killed", path)
+            log.warning("%s: removed the mount of a view whose process had been killed", path)
         ending = {each for each in _ENDING if signal.getsignal(each) != signal.SIG_IGN}  # nohup
         watched = {*ending, signal.SIGCHLD}
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -220,13 +227,13 @@ class View:
         self, part: _MountedPart, root: int, count: int, forked: Callable[[], object]
     ) -> None:
         """Start processes that answer for a part."""
-        running = Running(count * THREADS)
+        running = Running(count * MOST_THREADS)
         for k in range(count):
             server = ViewServer(
                 part.device, self.tree, self._reader, self.files,
                 root=root, opens=root != ROOT, running=running,
             )  # fmt: skip
-            part.processes.append(_forked(partial(_run, server, k * THREADS, forked)))
+            part.processes.append(_forked(partial(_run, server, k * MOST_THREADS, forked)))
 
 
 class _MountedPart:
@@ -242,7 +249,7 @@ class _MountedPart:
         self._mount = mounting.find(path)
 
     def end(self) -> None:
-        """Unmount it, if it is still mounted, and end its processes."""
+        """Unmount the file system, if it is still mounted, and end its processes."""
         try:
             if self._mount is not None and mounting.find(self.path) == self._mount:
                 _unmount(self.path)
@@ -267,7 +274,7 @@ def _forked(run: Callable[[], object]) -> int:
     """Run a function in a process of its own, which ends with this one; return its number."""
     parent = os.getpid()
     with warnings.catch_warnings():
-        # Of a fork beside threads, which are the engine's: a Reader survives it.
+        # The warning is about a fork beside threads of the engine, which a Reader survives.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid:
@@ -282,13 +289,13 @@ def _forked(run: Callable[[], object]) -> int:
             run()
             code = 0
     except BaseException:
-        log.exception("a process of the view fails")
+        log.exception("a process of the view has failed")
     finally:
         os._exit(code)
 
 
 def _wait(parts: list[_MountedPart], watched: set[signal.Signals]) -> int:
-    """Return when the view is to end, with the exit code."""
+    """Wait until the view is to end; return the exit code."""
     while parts[0].processes:  # else it was unmounted
         if signal.sigwait(watched) != signal.SIGCHLD:
             break
@@ -298,7 +305,9 @@ def _wait(parts: list[_MountedPart], watched: set[signal.Signals]) -> int:
                 if ended:
                     part.processes.remove(pid)
                     if status:
-                        log.error("%s: a process of the view has died; unmounting", part.path)
+                        log.error(
+                            "%s: a process of the view has died; the view is unmounted", part.path
+                        )
                         return 1
     return 0
 
@@ -307,5 +316,8 @@ def _unmount(path: str) -> None:
     try:
         mounting.unmount(path)
     except UsageError:
-        log.warning("%s: files are still open; programs that use them get errors", path)
+        log.warning(
+            "%s: programs still have files of the view open, and now get errors when they use them",
+            path,
+        )
         mounting.unmount(path, lazy=True)

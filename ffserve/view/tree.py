@@ -4,10 +4,10 @@
     samples/NAME/cats/tom.jpg     a sample of a packed folder
     samples/NAME/0012/0123456     a sample without a name, by its number in the file
 
-A node's number follows from what it is: a place in the table of names, or the number of a folder or
-of a sample. So nothing changes while the view is mounted, every process can answer every request,
-and the kernel may forget what it likes. Names of ten million numbered samples take no memory; a
-packed folder takes about 40 bytes a file.
+The number of a node is a place in the table of names, or follows from the number of a folder or of
+a sample. So nothing changes while the view is mounted, every process can answer every request, and
+the kernel may forget any node. Names of ten million numbered samples take no memory; a packed
+folder takes about 40 bytes a file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.errors import UsageError
-from ffserve.folders.folder_index import Folder
+from ffserve.folders import Folder
 from ffserve.store.urls import is_url, shown
 
 ROOT = 1
@@ -57,7 +57,7 @@ class Shown:
 
 
 class Node(NamedTuple):
-    """What a node is.
+    """The file, folder or sample that a node stands for.
 
     Args:
         directory: or a file.
@@ -163,14 +163,14 @@ class Tree:
         return len(self._kind) + self._folder_total + numbered
 
     def samples(self) -> NDArray[np.int64]:
-        """Return of node k + 1 the sample that it is, or -1; other samples are nodes from `SAMPLES`
-        on."""
+        """Return the sample of node k + 1 at position k, or -1; other samples are nodes from
+        `SAMPLES` on."""
         return np.frombuffer(self._sample, np.int64)
 
     # ---- questions of the kernel -----------------------------------------------------------
 
     def node(self, number: int) -> Node:
-        """Return what a node is. Raises: LookupError: there is no such node."""
+        """Return the meaning of a node. Raises: LookupError: there is no such node."""
         if number >= SAMPLES:
             sample = number - SAMPLES
             return Node(False, bisect_right(self._first_samples, sample) - 1, sample)
@@ -250,7 +250,7 @@ class Tree:
     def _shard_of_folder(self, folder: int) -> int:
         if not 0 <= folder < self._folder_total:
             raise LookupError(folder)
-        # Of files that begin at the same number all but the last have no numbered samples.
+        # If several files begin at the same number, all but the last one have no numbered samples.
         return bisect_right(self._first_folders, folder) - 1
 
     def _numbered_directory(self, shard: int) -> int:
@@ -268,7 +268,7 @@ def _digits(count: int) -> int:
 
 
 def _number(name: bytes, digits: int, suffix: bytes) -> int:
-    """Return the number that is a name; -1: it is none."""
+    """Return the number that a name consists of; -1 if it is not a number."""
     if not name.endswith(suffix):
         return -1
     text = name[: len(name) - len(suffix)]
@@ -284,11 +284,11 @@ def unusable(folder: Folder) -> str | None:
             try:
                 encoded = os.fsencode(name)
             except UnicodeEncodeError:
-                return f"{name!r} is not a name in this encoding"
+                return f"the name {name!r} does not exist in this encoding"
             if len(encoded) > NAME_SIZE:
                 return f"a name has {len(encoded)} bytes, more than {NAME_SIZE}"
             if encoded in seen:
-                return f"{name!r} occurs twice"
+                return f"the name {name!r} occurs twice"
             seen.add(encoded)
             if isinstance(each, OrderedDict):
                 waiting.append(each)
@@ -297,7 +297,7 @@ def unusable(folder: Folder) -> str | None:
 
 def names_of(paths: Sequence[str]) -> list[str]:
     """Return the names of files in the view: their own, or with their directories below the common
-    one where two files have the same. Of a URL, protocol and host are directories."""
+    one where two files have the same. The protocol and the host of a URL become directories."""
     places = [_place(path) for path in paths]
     names = [os.path.basename(place) for place in places]
     if len(set(names)) == len(names):

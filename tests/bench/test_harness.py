@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import ffserve
-from benchmarks import engine, picture, readme
+from benchmarks import picture, readme
 from benchmarks import rows as all_rows
 from benchmarks.harness import cgroup, kinds, measuring, peers, report
 from benchmarks.harness.installation import THIS
@@ -36,6 +36,7 @@ from benchmarks.harness.measuring import (
     measure,
     ratio,
 )
+from benchmarks.subjects import engine
 from ffserve.bench import ceilings, samples
 from ffserve.bench.child_processes import running
 from ffserve.bench.samples import MIB, BenchmarkData
@@ -189,6 +190,7 @@ def test_of_a_users_files_the_first_samples_are_taken(tmp_path: Path) -> None:
         samples.existing([str(tmp_path / "none.ffr")], 650)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("peer", peers.PEERS, ids=lambda peer: peer.name)
 @pytest.mark.parametrize("even", [True, False])
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -270,6 +272,7 @@ def test_files_in_memory_stay_there_while_a_contestant_runs(tmp_path: Path) -> N
         assert str(path) not in Path("/proc/self/maps").read_text(), "it is unlocked"
 
 
+@pytest.mark.check
 def test_every_client_reads_in_an_order_of_its_own(bench: Bench, tmp_path: Path) -> None:
     result = bench.run("benchmarks.harness.contestants:read_batch", small(tmp_path), clients=3)
     assert len(result.clients) == 3
@@ -287,6 +290,7 @@ def test_a_contestant_that_fails_is_quoted(bench: Bench, tmp_path: Path) -> None
         bench.run("benchmarks.harness.contestants:read_batch", gone)
 
 
+@pytest.mark.check
 def test_hot_data_are_read_once_by_the_daemon(bench: Bench, tmp_path: Path) -> None:
     data = small(tmp_path)
     found = measure(kinds.hot(bench, data, 16, 2, {"read_batch": 0.1, "lease": None}), 1)
@@ -297,6 +301,7 @@ def test_hot_data_are_read_once_by_the_daemon(bench: Bench, tmp_path: Path) -> N
     assert bench.hot_daemon(data).status()["cache"]["blocks_read"] == data.count
 
 
+@pytest.mark.check
 def test_a_contestant_that_does_not_end_has_failed(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,6 +347,7 @@ def test_a_peer_may_have_an_interpreter_of_its_own(
     assert dataclasses.replace(peer, package="another").missing is not None
 
 
+@pytest.mark.check
 def test_a_peer_that_hangs_is_left_out_and_does_not_run_again(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -410,6 +416,7 @@ def benchmarks(*arguments: str | Path, code: int = 0, error: bool = False) -> st
 TINY = ("--scale", "0.02", "--seconds", "0.02", "--turns", "1")
 
 
+@pytest.mark.check
 def test_rows_are_recorded_a_few_at_a_time_and_compared(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     some = (*TINY, "--folder", tmp_path, "--no-peers", "--only", "tokens")
@@ -432,6 +439,7 @@ def test_rows_are_recorded_a_few_at_a_time_and_compared(tmp_path: Path) -> None:
     assert json.loads(file.read_text()) == again
 
 
+@pytest.mark.check
 def test_rows_of_two_machines_are_not_mixed_in_one_file(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     some = (*TINY, "--folder", tmp_path, "--no-peers", "--only", "tokens", "--record", file)
@@ -480,6 +488,7 @@ def test_a_peer_that_failed_stands_in_the_readme(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.check
 def test_the_disk_is_slower_for_all_within_a_limit(tmp_path: Path) -> None:
     """fio and a client without a daemon read 20 MB a second, of 4 KiB reads 1000."""
     if no_disk_limit(tmp_path):

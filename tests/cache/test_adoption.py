@@ -15,7 +15,11 @@ from ffserve.cache.adoption import adopt
 from ffserve.cache.arena import SlabTables
 from ffserve.engine.slots import LOADING, RESIDENT
 
-SEEDS = [*range(10), *(pytest.param(seed, marks=pytest.mark.fuzz) for seed in range(10, 200))]
+SEEDS = [
+    *range(3),
+    *(pytest.param(seed, marks=pytest.mark.check) for seed in range(3, 10)),
+    *(pytest.param(seed, marks=pytest.mark.fuzz) for seed in range(10, 200)),
+]
 
 
 def killed(seed: int) -> tuple[World, SlabTables]:

@@ -67,6 +67,7 @@ def test_an_arena_below_the_smallest_is_refused() -> None:
         Arena(SMALLEST_ARENA - 1)
 
 
+@pytest.mark.check
 @given(size=st.integers(SMALLEST_ARENA, 1 << 40))
 def test_every_class_fits_its_slab(size: int) -> None:
     arena = Arena(size)
@@ -718,6 +719,7 @@ def held_size(node: Node, first: int, count: int) -> int:
     return int(lengths[node.resident(numbers)].sum())
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("before", "after"),
     [(a, b) for a in ("small", "images", "large") for b in ("small", "images", "large") if a != b],
@@ -749,6 +751,7 @@ def test_memory_is_used_when_record_sizes_change(before: str, after: str, stays:
     node.directory.close()
 
 
+@pytest.mark.check
 def test_stealing_in_a_large_arena_takes_little_time() -> None:
     """A job with samples of another size comes to a full arena of a million slots."""
     node = Node([[4000] * 1_040_000, [100_000] * 4000], arena_size=4 << 30)

@@ -523,6 +523,7 @@ EPOCHS = {"a quarter of the ranks": (12, 12), "two, 1:0.6": (3, 3)}
 unequal pace meet again after three epochs of the slower and five of the faster."""
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("kind", "share"),
     [
@@ -539,6 +540,7 @@ def test_a_few_cells_beside_belady(kind: str, share: float) -> None:
     assert best - 0.015 <= result.hit_rate <= best + 0.001
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("job_count", (1, 2))
 def test_samples_of_64_kib_hit_three_points_less_than_the_bytes_of_the_arena_allow(
     job_count: int,
@@ -556,6 +558,7 @@ def test_samples_of_64_kib_hit_three_points_less_than_the_bytes_of_the_arena_all
     assert best - 0.015 < result.hit_rate < best + 0.001
 
 
+@pytest.mark.check
 def test_a_rank_whose_part_changes_gains_from_the_next_epochs_order() -> None:
     result, _ = simulated("a quarter of the ranks", 16_384, 0.25, batch=16, epochs=(8, 8))
     assert 0.39 <= result.hit_rate <= 0.41
@@ -566,6 +569,7 @@ def test_silent_jobs_get_what_the_fewest_have_seen() -> None:
     assert 0.36 <= result.hit_rate <= 0.38
 
 
+@pytest.mark.check
 def test_a_shared_seed_is_the_cheapest_win() -> None:
     result, _ = simulated("four of a seed", 4096, 0.1, batch=16)
     assert result.hit_rate >= 0.76
@@ -626,6 +630,7 @@ def test_slots_are_conserved_and_the_best_is_never_beaten_at_any_tick() -> None:
     assert result.hit_rate <= best + 0.001
 
 
+@pytest.mark.check
 def test_a_job_that_joins_leaves_or_slows_down_costs_little() -> None:
     samples = 4096
     jobs = [SimulatedJob(shuffled(samples, k), batch=16) for k in range(3)]
@@ -667,6 +672,7 @@ def test_the_whole_table_of_silent_jobs(kind: str, share: float) -> None:
     assert SILENT[kind][SHARES.index(share)] - 1.5 <= 100 * result.hit_rate
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("cost_s", [0.002, 1e-7])
 def test_memory_goes_to_prepared_samples_if_preparing_is_what_takes_time(cost_s: float) -> None:
     samples = 1000

@@ -12,6 +12,7 @@ from benchmarks.harness import cgroup
 from benchmarks.policy import Cell
 
 
+@pytest.mark.check
 def test_a_cell_agrees_with_the_simulation_and_the_kernel(
     tmp_path: Path,
 ) -> None:

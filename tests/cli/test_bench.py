@@ -31,6 +31,7 @@ def command(
     return done
 
 
+@pytest.mark.check
 def test_it_measures_and_leaves_nothing(tmp_path: Path) -> None:
     only = ("hot/4KiB/batch256/clients1/read_batch", "cold/100KiB/depth128/in_flight")
     done = command("--dir", tmp_path, *SMALL, *(word for name in only for word in ("--only", name)))
@@ -40,6 +41,7 @@ def test_it_measures_and_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.check
 def test_a_users_files_are_read_and_not_touched(tmp_path: Path) -> None:
     path, work = tmp_path / "mine.ffr", tmp_path / "work"
     work.mkdir()
@@ -62,6 +64,7 @@ def test_a_users_files_are_read_and_not_touched(tmp_path: Path) -> None:
     assert list(work.iterdir()) == []
 
 
+@pytest.mark.check
 def test_without_fio_the_disk_is_compared_but_not_judged(tmp_path: Path) -> None:
     done = command(
         "--dir", tmp_path, *SMALL, "--only", "cold/4KiB/depth64", "--json", PATH=str(tmp_path)
@@ -72,6 +75,7 @@ def test_without_fio_the_disk_is_compared_but_not_judged(tmp_path: Path) -> None
     assert any("apt-get install fio" in note for note in result["notes"])
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

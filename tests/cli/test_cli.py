@@ -26,7 +26,10 @@ import ffserve
 from ffserve.cli import COMMANDS, report
 from ffserve.cli.files.record_files import BATCH_COUNT, BATCH_SIZE, batches_of
 from ffserve.cli.terminal import histogram
+from ffserve.compat.ffrecord import FileNameError
+from ffserve.compat.packed_folder import pack_folder
 from ffserve.engine.codec import crc32c
+from ffserve.folders import folder_packing
 
 ENVIRONMENT.pop("FFSERVE_SOCKET", None)
 
@@ -62,6 +65,7 @@ def damaged(tmp_path: Path) -> Path:
 # ---------------------------------------------------------------- help, usage, exit codes
 
 
+@pytest.mark.check
 def test_help_names_every_command_and_each_has_an_example() -> None:
     overview = spawned(["--help"]).stdout.decode()
     assert overview == text_of("--help") == text_of("-h")
@@ -173,6 +177,7 @@ def test_control_characters_in_names_are_escaped(packed: Path, tmp_path: Path) -
     assert error_of("inspect", path, code=2).startswith(f"error: {shown}: No such file")
 
 
+@pytest.mark.check
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 def test_a_file_that_may_not_be_read_is_usage() -> None:
     # Everything is imported while that is still allowed, by a first run as root.
@@ -350,6 +355,15 @@ def test_pack_into_shards_reports_in_json(folder: Path, tmp_path: Path) -> None:
     assert run("cat", out, "noise.bin", "cats/tom.txt").stdout.endswith(b"meow\n")
 
 
+def test_pack_and_the_drop_in_refuse_a_name_by_one_error(folder: Path, tmp_path: Path) -> None:
+    name = tmp_path / "x.rio"
+    assert "does not end in .ffr" in error_of("pack", folder, "-o", name, code=2)
+    with pytest.raises(FileNameError, match=r"does not end in \.ffr"):
+        folder_packing.pack([folder], name)
+    with pytest.raises(FileNameError, match=r"does not end in \.ffr"):
+        pack_folder(folder, name)
+
+
 def test_pack_that_fails_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     (folder / "dangling").symlink_to(tmp_path / "nowhere")
     assert "dangling" in error_of("pack", folder, "-o", tmp_path / "x.ffr", code=2)
@@ -408,6 +422,7 @@ def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
         assert b"not a regular file" in done.stdout + done.stderr
 
 
+@pytest.mark.check
 def test_file_names_that_are_not_utf_8(packed: Path) -> None:
     name = os.fsencode(packed.with_name("x.ffr")).replace(b"x.ffr", b"\xff.ffr")
     os.rename(packed, name)
@@ -492,6 +507,7 @@ def test_cat_of_missing_samples_is_usage(damaged: Path, which: str) -> None:
     assert done.stdout == b""
 
 
+@pytest.mark.check
 def test_cat_keeps_binary_off_a_terminal(packed: Path) -> None:
     output, code = on_a_terminal("cat", packed, "noise.bin")
     assert code == 2 and b"--force" in output

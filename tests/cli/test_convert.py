@@ -201,15 +201,30 @@ def check_packed(path: Any) -> None:
             assert packed.read_one(name).tobytes() == data
 
 
-def test_names_are_kept_in_ffrecord(tmp_path: Path, folder: Path, tar: Path) -> None:
-    for source in (folder, tar):
+def test_names_are_kept_in_ffrecord(tmp_path: Path, folder: Path) -> None:
+    # In this order no two members of one sample stand side by side.
+    with tarfile.open(tmp_path / "apart.tar", "w") as out:
+        for name in sorted(FILES, key=lambda name: (name.rpartition(".")[2], name)):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(FILES[name])
+            out.addfile(entry, io.BytesIO(FILES[name]))
+    for source in (folder, tmp_path / "apart.tar"):
         convert(source, tmp_path / "out.ffr", verify=True)
         check_packed(tmp_path / "out.ffr")
-    report = convert(tar, tmp_path / "shards", format="ffrecord", shards=3)
+    report = convert(tmp_path / "apart.tar", tmp_path / "shards", format="ffrecord", shards=3)
     check_packed(list(report.paths))
     convert(report.paths, tmp_path / "again.ffr")
     check_packed(tmp_path / "again.ffr")
     assert content(tmp_path / "again.ffr") == content(tmp_path / "out.ffr")
+
+
+def test_members_of_one_sample_became_samples_of_their_own(tmp_path: Path, tar: Path) -> None:
+    for options in ({}, {"shards": 2}):
+        with pytest.raises(UsageError, match=r"'cats/1' has several members, one of them 'jpg'"):
+            convert(tar, tmp_path / "out", format="ffrecord", **options)
+    error = error_of("convert", tar, tmp_path / "out.ffr", code=2)
+    assert "TFRecord" in error and "--drop-names" in error
+    assert not (tmp_path / "out.ffr").exists()
 
 
 def grouped(path: Any) -> dict[bytes, dict[str, bytes]]:
@@ -287,9 +302,9 @@ def test_key_and_extension(name: str, key: str, extension: str) -> None:
     assert split_name(name) == (key, extension)
 
 
-def test_two_files_of_one_name(tmp_path: Path, tar: Path) -> None:
+def test_two_files_of_one_name(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(UsageError, match=r"two inputs"):
-        convert([tar, tar], tmp_path / "out.ffr")
+        convert([folder, folder], tmp_path / "out.ffr")
     assert not (tmp_path / "out.ffr").exists()
 
 
@@ -306,8 +321,8 @@ def test_cut_tar_file(tmp_path: Path, tar: Path) -> None:
     for size in (len(whole) // 2, len(whole) // 3, 700 if tar.suffix == ".tar" else 30):
         tar.write_bytes(whole[:size])
         with pytest.raises(FormatError):
-            convert(tar, tmp_path / "out.ffr")
-        assert not (tmp_path / "out.ffr").exists()
+            convert(tar, tmp_path / "out.tfrecord")
+        assert not (tmp_path / "out.tfrecord").exists()
 
 
 # ---- shards, again, and damage ----------------------------------------------------------------
@@ -349,6 +364,7 @@ def test_other_conversion_into_the_same_directory_is_refused(tmp_path: Path) -> 
         convert(source, out, format="ffrecord", shards=4)
 
 
+@pytest.mark.check
 def test_finished_shards_stay_when_a_process_fails(tmp_path: Path) -> None:
     source = written(tmp_path / "a.tfrecord", SAMPLES)
     report = convert(source, tmp_path / "out", format="tfrecord", shards=4, jobs=2, verify=True)
@@ -444,6 +460,43 @@ def test_invalid_input(tmp_path: Path) -> None:
     assert content(source) == SAMPLES
 
 
+def test_files_of_other_packages_became_one_sample_each(tmp_path: Path) -> None:
+    heads = {
+        "part-0.parquet": (b"PAR1 and the rest", "a Parquet file", "pyarrow"),
+        "a": (b"ARROW1\0\0 and the rest", "an Arrow file", "pyarrow"),
+        "data.mdb": (bytes(16) + b"\xde\xc0\xef\xbe", "an LMDB database", "lmdb"),
+        "shard.00000.mds": (b"\1\0\0\0", r"a shard of MosaicML streaming \(MDS\)", "streaming"),
+        "b": (b"\x83\xafp\xd1\r\x88J?" + bytes(32), "an ArrayRecord file", "array_record"),
+    }
+    for k, (name, (head, kind, package)) in enumerate(heads.items()):
+        (tmp_path / f"{k}").mkdir()
+        file = tmp_path / f"{k}" / name
+        file.write_bytes(head)
+        with pytest.raises(UsageError, match=rf"{kind} with many records.*{package}"):
+            convert(tmp_path / f"{k}", tmp_path / "out.ffr")
+        for read in (lambda file=file: convert(file, tmp_path / "out.ffr"), lambda: None):
+            with pytest.raises(FormatError, match=rf"this is {kind}, not a record.*{package}"):
+                read()
+                ffserve.open(file, server="off")
+    with tarfile.open(tmp_path / "0" / "a", "w") as out:
+        out.addfile(tarfile.TarInfo("x"))
+    with pytest.raises(FormatError, match=r"a tar file, not a record file.*ffserve convert"):
+        ffserve.open(tmp_path / "0" / "a", server="off")
+    assert not (tmp_path / "out.ffr").exists()
+    text_of("pack", tmp_path / "0", "-o", tmp_path / "files.ffr")
+    assert content(tmp_path / "files.ffr")[1] == heads["part-0.parquet"][0]
+
+
+def test_pack_replaced_a_file_without_a_word(tmp_path: Path, folder: Path) -> None:
+    out = tmp_path / "a.ffr"
+    out.write_bytes(b"precious")
+    error = error_of("pack", folder, "-o", out, code=2)
+    assert "exists" in error and "--force" in error and out.read_bytes() == b"precious"
+    text_of("pack", folder, "-o", out, "--force")
+    check_packed(out)
+
+
+@pytest.mark.check
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     block = bytes(1 << 20)
     source = written(tmp_path / "a.tfrecord", [block] * 200)
@@ -474,6 +527,7 @@ def test_command(tmp_path: Path, folder: Path) -> None:
     assert not (tmp_path / "c.ffr").exists()
 
 
+@pytest.mark.check
 def test_recordio_with_its_options(tmp_path: Path) -> None:
     source = written(tmp_path / "a.tfrecord", SAMPLES)
     text_of(

@@ -77,6 +77,7 @@ FRAMEWORKS = [
 ]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_two_jobs_read_the_data_once(framework: str, tmp_path: Path) -> None:
     arguments = ["--json"] if framework == "PyTorch" else ["--json", "--no-torch"]
@@ -107,6 +108,7 @@ def test_two_jobs_read_the_data_once(framework: str, tmp_path: Path) -> None:
     assert_nothing_left(place)
 
 
+@pytest.mark.check
 def test_the_text_explains_each_step(tmp_path: Path) -> None:
     place = tmp_path / "a-directory-whose-path-is-too-long-for-a-socket" / ("x" * 60)
     place.parent.mkdir()
@@ -121,6 +123,7 @@ def test_the_text_explains_each_step(tmp_path: Path) -> None:
     assert_nothing_left(place)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
     place = tmp_path / "place"
@@ -138,6 +141,7 @@ def test_an_interrupted_demo_leaves_nothing(number: signal.Signals, tmp_path: Pa
     assert_nothing_left(place)
 
 
+@pytest.mark.check
 def test_a_demo_whose_daemon_dies_reports_it_and_leaves_nothing(tmp_path: Path) -> None:
     place = tmp_path / "place"
     with subprocess.Popen(

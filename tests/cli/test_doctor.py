@@ -116,7 +116,7 @@ def test_what_is_found_is_written_with_its_commands(doctor: Doctor, place: Path)
     text = doctor.run("--socket", place / "none").text
     assert f"\nerror: {place}/none: this socket does not exist [socket-missing]\n" in text
     assert f"\n    ffserve serve --socket {place}/none\n" in text
-    assert text.endswith("\nfound 1 error and 0 warnings; docs/OPERATIONS.md explains them\n")
+    assert text.endswith("\nfound 1 error and 0 warnings; docs/REFERENCE.md explains them\n")
 
 
 def test_names_are_written_without_control_characters(doctor: Doctor, place: Path) -> None:
@@ -306,6 +306,7 @@ def test_data_in_memory(doctor: Doctor, place: Path) -> None:
     found(doctor(place, faults=[*faults, ["write", str(path), ""]]), "data-in-memory")
 
 
+@pytest.mark.check
 def test_a_file_system_that_does_not_answer(doctor: Doctor, place: Path) -> None:
     begin = place / "begin"
     with fuse(place, STATFS, begin=begin) as path:
@@ -515,7 +516,7 @@ def test_a_daemon_behind_a_proxy(doctor: Doctor, daemon: Daemon, place: Path) ->
     with proxy(daemon.socket, place / "s") as path:
         os.chmod(path, 0o660)
         diagnosis = found(doctor("--socket", path), "memory-unmapped")
-        assert "is there a proxy in between?" in diagnosis.text
+        assert "connect to the daemon without a proxy" in diagnosis.text
         assert diagnosis.commands("memory-unmapped") == f"export FFSERVE_SOCKET={daemon.socket}"
 
 
@@ -540,6 +541,7 @@ io._trial = lambda kind: None if kind == "threads" else "refused then"
 OTHER_PROTOCOL = "import ffserve.protocol as p; p.VERSION, p.VERSIONS = {0}, ({0},)"
 
 
+@pytest.mark.check
 def test_a_daemon_of_another_release(doctor: Doctor) -> None:
     with serving(patch=OLD, expect=[r"io_uring is not used \(refused then\): .*"]) as daemon:
         diagnosis = doctor("--socket", daemon.socket)
@@ -558,6 +560,7 @@ def test_a_daemon_of_another_release(doctor: Doctor) -> None:
         assert diagnosis.commands("version-protocol") == upgrade, "this side is the older one"
 
 
+@pytest.mark.check
 def test_a_daemon_of_another_user_with_low_limits(doctor: Doctor, place: Path) -> None:
     container.seccomp()
     limits = (("RLIMIT_NOFILE", 2000), ("RLIMIT_MEMLOCK", 8 << 20))
@@ -602,8 +605,9 @@ def test_the_memory_of_a_daemon_that_runs(doctor: Doctor) -> None:
 # ---------------------------------------------------------------- the document
 
 
+@pytest.mark.check
 def test_every_finding_is_explained() -> None:
-    section = (ROOT / "docs" / "OPERATIONS.md").read_text().partition("\n## Findings\n")[2]
+    section = (ROOT / "docs" / "REFERENCE.md").read_text().partition("\n## Findings\n")[2]
     section = section.partition("\n## ")[0]
     explained = re.findall(r"^\| `([\w-]+)` \|", section, re.M)
     named: set[str] = set()

@@ -42,6 +42,7 @@ def data(tmp_path: Path) -> Path:
     return directory
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("suffix", ["ffr", "recordio", "tfrecord"])
 def test_read_and_write(suffix: str, tmp_path: Path) -> None:
     said = run("read_and_write", tmp_path / f"a.{suffix}", "--count", "20")
@@ -50,12 +51,14 @@ def test_read_and_write(suffix: str, tmp_path: Path) -> None:
     assert "leased: ['sample 3', 'sample 4']" in said
 
 
+@pytest.mark.check
 @pytest.mark.skipif(not TORCH, reason="torch is not installed")
 def test_load_torch(data: Path) -> None:
     said = run("load_torch", data, "--epochs", "1", "--workers", "1")
     assert f"epoch 1: {len(ffserve.open(data, server='off'))} samples" in said
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "name",
     [
@@ -85,6 +88,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.check
 def test_every_example_has_a_help_text_and_is_listed() -> None:
     names = {module.name for module in pkgutil.iter_modules(examples.__path__)} - NOT_PROGRAMS
     for name in names:

@@ -69,17 +69,15 @@ def test_a_unit_that_would_hide_the_installed_one_is_named(tmp_path: Path) -> No
     assert f"{earlier} hides the unit that was installed" in done.stderr.decode()
 
 
-def test_an_installation_that_the_service_cannot_see_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+def test_an_installation_that_the_service_cannot_see_is_refused(tmp_path: Path) -> None:
+    prefix = str(tmp_path)
     with pytest.raises(UsageError, match="which does not exist"):
-        service._program(live=True)
+        service._program(live=True, prefix=prefix)
     program = tmp_path / "bin" / "ffserve"
     program.parent.mkdir()
     program.touch(mode=0o755)
     tmp_path.chmod(0o700)
     with pytest.raises(UsageError, match=r"is not for all|sees no home") as caught:
-        service._program(live=True)
+        service._program(live=True, prefix=prefix)
     assert "/opt/ffserve" in (caught.value.hint or "")
-    assert service._program(live=False) == str(program)
+    assert service._program(live=False, prefix=prefix) == str(program)

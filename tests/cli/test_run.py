@@ -210,7 +210,7 @@ def test_what_is_wrong_is_said_before_anything_starts(data: Path, place: Path) -
         ([*good, "--", "no-such-program"], "no-such-program: cannot run the program"),
         ([*good, "--", "./none"], "./none: cannot run the program"),
         ([*good, "--", "./plain"], "chmod"),
-        ([*good, "--", "./script"], "first line must be #!"),
+        ([*good, "--", "./script"], "first line is #!"),
         ([*good, "--framing", "lines", *shell("touch started")], "strategy stream"),
         (
             ["--input-strategy", "stream", *shell("touch started")],
@@ -348,6 +348,7 @@ def test_the_failure_of_one_worker_ends_the_others(place: Path) -> None:
     assert out == "[2] saved\n" and time.monotonic() - begun < 30
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_signals_pass_through_once(place: Path, number: int) -> None:
     name = signal.Signals(number).name.removeprefix("SIG")

@@ -33,6 +33,7 @@ def test_figures_for_scripts() -> None:
     assert len(row["jobs"]) == 2
 
 
+@pytest.mark.check
 def test_same_seed_and_silent_change_the_hit_rate() -> None:
     def rate(*options: str) -> float:
         facts = json.loads(run("--jobs", "4", "--cache", "0.1", "--json", *options))
@@ -47,6 +48,7 @@ def test_a_slow_disk_slows_the_jobs() -> None:
     assert row["speed"] == pytest.approx(0.5 / row["read_share"], rel=0.08)
 
 
+@pytest.mark.check
 def test_prepared_samples() -> None:
     options = "--jobs", "2", "--cache", "0.5", "--prepare-ms", "2", "--sample-size", "16KiB"
     (row,) = json.loads(run(*options, "--json"))["rows"]
@@ -65,6 +67,7 @@ def test_invalid_numbers_are_refused() -> None:
         assert done.exit_code == 2 and value in done.output
 
 
+@pytest.mark.check
 def test_a_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
     from matplotlib.image import imread

@@ -80,6 +80,7 @@ def test_a_job_names_itself_and_is_shown_with_user_and_command(daemon: Daemon, p
         assert "announced" in text
 
 
+@pytest.mark.check
 def test_status_fits_on_eighty_columns(daemon: Daemon, path: str) -> None:
     with job(daemon, path, "x" * 500, "y" * 500), job(daemon, path, "字" * 40):
         shown, text = on_screen(daemon)
@@ -109,6 +110,7 @@ def test_a_title_that_is_no_short_text_is_refused(daemon: Daemon, about: dict[st
     assert isinstance(error, ProtocolError) and f"{next(iter(about))} is not a text" in str(error)
 
 
+@pytest.mark.check
 def test_errors_are_red_and_slow_files_and_the_log_are_shown(tmp_path: Path) -> None:
     path, chunks = (write(tmp_path / name, TRUTH) for name in ("a.ffr", "a.recordio"))
     damage(path, 3)
@@ -165,18 +167,15 @@ def test_a_rate_is_a_mean_of_seconds_and_forgets() -> None:
     assert rates.per_second(110.0 + 2 * RATE_S, (2000,)) == [0.0]
 
 
-def test_lines_of_the_log_are_shown_to_administrators_and_to_whom_they_are_about(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_lines_of_the_log_are_shown_to_administrators_and_to_whom_they_are_about() -> None:
     latest = LatestLines()
-    monkeypatch.setattr(report, "latest", latest)
     log = logging.Logger("of this test")
     log.addHandler(latest)
     log.warning("of %s", "alice", extra={"user": 1001})
     log.error("of bob", extra={"user": 1002})
     log.warning("of the daemon")
     log.info("nothing")
-    texts = {viewer: [row["text"] for row in report.line_facts(viewer)] for viewer in (
+    texts = {viewer: [row["text"] for row in report.line_facts(viewer, latest)] for viewer in (
         None, 1001, 1002, -1, (1001, 7),
     )}  # fmt: skip
     assert texts == {
@@ -197,7 +196,7 @@ def test_a_report_of_an_unknown_release_is_an_error_and_not_a_traceback(
     with daemon.open(path):
         facts = daemon.status()
     for key in ("arena", "jobs", "cache"):
-        with pytest.raises(ProtocolError, match="another form"):
+        with pytest.raises(ProtocolError, match="a daemon of another release"):
             overview({name: value for name, value in facts.items() if name != key})
     last = {
         key: value

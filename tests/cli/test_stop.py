@@ -63,6 +63,7 @@ def test_stop_in_json(own: Daemon) -> None:
     ended(own)
 
 
+@pytest.mark.check
 def test_jobs_continue_without_the_daemon(own: Daemon, tmp_path: Path) -> None:
     path = write(tmp_path / "a.ffr", [sample(i) for i in range(100)])
     program = """
@@ -169,6 +170,7 @@ Server.drain = drain
 """
 
 
+@pytest.mark.check
 def test_it_says_what_it_waits_for(tmp_path: Path) -> None:
     path = write(tmp_path / "a.ffr", [sample(i) for i in range(10)])
     with serving(patch=SLOW) as daemon:

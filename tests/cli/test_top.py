@@ -162,6 +162,7 @@ def test_it_is_stopped_and_continued(daemon: Daemon) -> None:
         terminal.end()
 
 
+@pytest.mark.check
 def test_a_daemon_that_goes_is_waited_for(path: str) -> None:
     with serving() as daemon, top(daemon) as terminal:
         terminal.see("samples")

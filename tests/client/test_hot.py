@@ -172,6 +172,7 @@ for server in (socket, "off"):
 """
 
 
+@pytest.mark.check
 def test_the_same_without_the_module_that_makes_arrays(tmp_path: Path) -> None:
     path = write(tmp_path / "a.ffr", [sample(k) for k in range(200)])
     with serving() as daemon:

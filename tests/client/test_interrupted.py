@@ -74,9 +74,10 @@ def path(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("what", "step"),
     [
-        ("read", 1),
-        ("lease", 2),
-        ("open", 3),
+        *(
+            pytest.param(what, step, marks=pytest.mark.check)
+            for what, step in (("read", 1), ("lease", 2), ("open", 3))
+        ),
         pytest.param("lease", 1, marks=pytest.mark.soak),
         pytest.param("open", 1, marks=pytest.mark.soak),
     ],

@@ -49,6 +49,7 @@ def nothing_is_kept(daemon: Daemon) -> None:
     everything_is_given_back(daemon)
 
 
+@pytest.mark.check
 def test_leased_bytes_changed_after_a_stop_that_the_client_took_for_the_end(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

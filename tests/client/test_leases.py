@@ -111,6 +111,7 @@ def lease_while_all_is_evicted(path: str, seconds: float, clients: int) -> None:
         everything_is_given_back(daemon)
 
 
+@pytest.mark.check
 def test_leased_samples_match_their_checksums_while_all_is_evicted(path: str) -> None:
     lease_while_all_is_evicted(path, 2.0, 2)
 
@@ -208,6 +209,7 @@ def test_leased_bytes_changed_when_the_daemon_was_told_to_stop(tmp_path: Path) -
         assert views[0].tobytes() == truth[0]
 
 
+@pytest.mark.check
 def test_leases_in_every_slab_blocked_all_other_reads(tmp_path: Path) -> None:
     with serving(arena="4MiB") as daemon:  # 16 slabs
         count = 1100

@@ -144,6 +144,7 @@ def test_close_by_another_thread_ended_a_read_with_a_bare_error(path: str) -> No
             assert isinstance(reading.error, UsageError) and "closed" in str(reading.error)
 
 
+@pytest.mark.check
 async def test_aclose_left_a_task_looking_for_the_daemon(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +161,7 @@ async def test_aclose_left_a_task_looking_for_the_daemon(
         daemon.start()
 
 
+@pytest.mark.check
 async def test_reports_of_a_loop_piled_up_in_front_of_a_stopped_daemon(path: str) -> None:
     with serving() as daemon:
         async with ffserve.aio.open(path, server=daemon.socket) as reader:

@@ -71,6 +71,7 @@ async def test_an_answer_of_the_wrong_kind_left_other_tasks_waiting(
             assert liar.hung_up.wait(DEADLINE_S)
 
 
+@pytest.mark.check
 async def test_a_pause_between_requests_counted_as_silence_of_the_daemon(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

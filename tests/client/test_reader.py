@@ -269,6 +269,7 @@ class TestReader:
         assert np.array_equal(order, np.arange(30 * count))
         assert np.array_equal(order, np.concatenate([whole for _, whole in requests]))
 
+    @pytest.mark.check
     def test_iterations_that_are_given_up_leave_nothing(self, reader: ffserve.Reader) -> None:
         before = resident_size()
         for _ in range(300):
@@ -404,6 +405,7 @@ class TestReader:
 
     # ---- processes -------------------------------------------------------------------------
 
+    @pytest.mark.check
     @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
     def test_other_processes(self, reader: ffserve.Reader, method: str) -> None:
         context: Any = multiprocessing.get_context(method)
@@ -426,6 +428,7 @@ class TestReader:
             pool.join()
         assert got == TRUTH[::9]
 
+    @pytest.mark.check
     def test_fork_while_threads_read(self, reader: ffserve.Reader) -> None:
         stop = threading.Event()
         problems: list[BaseException] = []
@@ -691,6 +694,7 @@ def _waited(pid: int) -> tuple[int, int] | None:
     return (got, status) if got else None
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("source", ["off", "copied"])
 def test_failed_batches_kept_their_buffers_until_garbage_collection(
     tmp_path: Path, source: str
@@ -766,6 +770,7 @@ print("ok")
 """
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("other", [1, 1 << 40])
 def test_indices_that_another_thread_changes_led_out_of_the_buffer(
     tmp_path: Path, server: str, other: int

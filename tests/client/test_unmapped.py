@@ -87,7 +87,7 @@ def test_a_limit_of_the_process(
     assert re.fullmatch(rf"engine \w+ \(daemon not used: {says}.*\)", source)
     assert re.search(says, unserved)
     assert digest == hashlib.sha256(b"".join(TRUTH)).hexdigest()
-    assert done.stderr.count("reading without the daemon") == 1
+    assert done.stderr.count("reads the files without the daemon") == 1
 
 
 def test_the_kernel_drops_descriptors_that_have_no_room(
@@ -104,7 +104,7 @@ def test_a_proxy_that_passes_no_descriptors(
 ) -> None:
     says = "cannot map the daemon's memory: 0 descriptors came with WELCOME, not 1"
     for server in ("require", behind_proxy):
-        with pytest.raises(ServerUnavailable, match=r"WELCOME.*is there a proxy") as caught:
+        with pytest.raises(ServerUnavailable, match=r"WELCOME.*without a proxy") as caught:
             ffserve.open(path, server=server)
         assert not caught.value.retryable
     with ffserve.open(path) as reader:
@@ -114,14 +114,14 @@ def test_a_proxy_that_passes_no_descriptors(
         assert says in str(reader.stats()["unserved"])
         with pickle.loads(pickle.dumps(reader)) as copy:
             assert bytes(copy[3]) == TRUTH[3] and copy.source == reader.source
-    assert caplog.text.count("reading without the daemon") == 1
+    assert caplog.text.count("reads the files without the daemon") == 1
     caplog.clear()
 
 
 async def test_a_reader_of_an_event_loop_does_the_same(
     behind_proxy: str, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(UnmappedError, match="is there a proxy"):
+    with pytest.raises(UnmappedError, match="without a proxy"):
         await ffserve.aio.open(path, server="require")
     async with ffserve.aio.open(path) as reader:
         assert [bytes(each) async for each in reader] == TRUTH
@@ -172,6 +172,7 @@ def test_clients_that_could_take_samples_through_the_socket_are_served(
         assert raw.open(path).dataset == 1
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("payload", [["inline"], ["carrier pigeon"], [], "inline", None])
 def test_clients_that_take_samples_only_through_the_socket_are_told_what_to_do(
     payload: object,

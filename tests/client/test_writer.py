@@ -339,6 +339,7 @@ def test_a_forked_copy_neither_finishes_nor_removes(
     assert split((tmp_path / "a.ffr").read_bytes()) == [b"parent", b"more"]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("moment", ["writing", "closing"])
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("nameless", NAMELESS)

@@ -294,6 +294,7 @@ def _read_elsewhere(reader: FileReader, answers: Any) -> None:
     answers.put(as_bytes(reader.read(range(15, -1, -1))))
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_another_process_reads_though_the_parent_read_before(
     plain: FileReader, method: str

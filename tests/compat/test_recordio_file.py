@@ -109,6 +109,7 @@ def test_a_file_appears_when_it_is_closed_and_not_after_an_error(path: str) -> N
     assert os.listdir(os.path.dirname(path)) == []
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("way", WAYS)
 def test_appending_after_a_crash_at_every_byte(way: tuple[str, str], path: str) -> None:
     options = {"dialect": way[0], "compression": way[1], "max_chunk_size": 20}

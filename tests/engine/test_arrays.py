@@ -36,6 +36,7 @@ def test_each_array_has_its_own_memory(separate: Any, sizes: list[int]) -> None:
     assert all((one == k).all() for k, one in enumerate(made))
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("separate", WAYS)
 def test_nothing_is_kept_of_lists_that_were_dropped_or_failed(separate: Any) -> None:
     good = np.arange(65) * 4096

@@ -80,6 +80,7 @@ def test_from_many_threads() -> None:
     assert not wrong
 
 
+@pytest.mark.check
 def test_batches_that_are_kept_stay_as_they_are(tmp_path: Path) -> None:
     size = 1 << 20
     with ffserve.create(tmp_path / "a.ffr", n=40) as writer:
@@ -112,6 +113,7 @@ with ffserve.open(sys.argv[1], server="off") as reader:
 """
 
 
+@pytest.mark.check
 def test_the_memory_of_a_list_of_96_mib_was_cleared_anew_for_each_batch(tmp_path: Path) -> None:
     path = tmp_path / "large.ffr"
     with ffserve.create(path, n=96) as writer:

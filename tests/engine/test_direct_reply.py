@@ -176,6 +176,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write(place, [sample(i, sizes=[SIZE]) for i in range(COUNT)])
 
 
+@pytest.mark.check
 def test_a_client_is_quicker_than_the_loop_and_uses_its_tag_again_at_once(path: str) -> None:
     chance = np.random.default_rng(1)
     with serving(arena="4MiB") as daemon, Raw(daemon.socket) as client:
@@ -192,6 +193,7 @@ def test_a_client_is_quicker_than_the_loop_and_uses_its_tag_again_at_once(path: 
         assert isinstance(report, protocol.Report), "an answer came twice"
 
 
+@pytest.mark.check
 def test_answers_do_not_get_into_long_frames(path: str) -> None:
     """REPORTs of many pieces, answers of both threads, and a client that reads late."""
     chance = np.random.default_rng(2)

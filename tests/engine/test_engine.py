@@ -121,6 +121,7 @@ def disk_file(engine: Engine, tmp_path: Path) -> Iterator[Opened]:
 
 
 class TestEngine:
+    @pytest.mark.check
     @pytest.mark.parametrize("crc", [CRC_NONE, CRC_32, CRC_32C])
     def test_any_size_at_any_offset(self, engine: Engine, file: Opened, crc: int) -> None:
         offsets = [0, 1, 511, 512, 513, 4096, 4 * MIB + 3]
@@ -138,6 +139,7 @@ class TestEngine:
         assert engine.wait(batch)
         assert batch.failed == 0
 
+    @pytest.mark.check
     def test_large_extent_of_a_sparse_file(self, engine: Engine, tmp_path: Path) -> None:
         size = 300 * MIB
         with open(tmp_path / "sparse", "wb") as out:
@@ -164,6 +166,7 @@ class TestEngine:
             engine.wait(batch)
             check(file, batch, dests)
 
+    @pytest.mark.check
     def test_more_reads_than_depth_from_many_threads(self, engine: Engine, file: Opened) -> None:
         failures: list[BaseException] = []
 
@@ -414,6 +417,7 @@ class TestEngine:
                 time.sleep(0.001)
         os.close(writable)
 
+    @pytest.mark.check
     @pytest.mark.parametrize(
         "change",
         [
@@ -519,6 +523,7 @@ class TestEngine:
         waiter.join(DEADLINE_S)
         assert ended == [True]
 
+    @pytest.mark.check
     def test_everything_dropped_in_flight(self, engine: Engine, disk_file: Opened) -> None:
         own = Engine(engine.kind, depth=8, threads=2)
         other = own.add_file(disk_file.fd, disk_file.alignment)
@@ -532,6 +537,7 @@ class TestEngine:
         del own
         gc.collect()
 
+    @pytest.mark.check
     def test_arrays_outlive_their_batch(self, engine: Engine, disk_file: Opened) -> None:
         batch, _ = pieces(engine, disk_file, [(0, 10)])
         engine.submit(batch)

@@ -97,6 +97,7 @@ def test_read_at_random_by_the_daemon_and_without(daemon: Daemon, path: str) -> 
     assert daemon.cache()["failed"] == 0
 
 
+@pytest.mark.check
 async def test_awaited(daemon: Daemon, path: str) -> None:
     for server in (daemon.socket, "off"):
         async with ffserve.aio.open(path, server=server) as reader:
@@ -115,6 +116,7 @@ def test_chunk_is_decoded_once_for_all(daemon: Daemon, tmp_path: Path) -> None:
     assert chunks - 2 <= daemon.cache()["blocks_read"] - read <= chunks
 
 
+@pytest.mark.check
 def test_arena_smaller_than_the_records(tmp_path: Path) -> None:
     file = tmp_path / "a.tfrecord.gz"
     payloads = [RNG.bytes(40_000) + bytes(30_000) for _ in range(700)]
@@ -168,6 +170,7 @@ def test_every_flipped_byte_of_an_index_file_is_noticed(tmp_path: Path, passes: 
         assert passes == [path] and Path(place).read_bytes() == whole, "made anew"
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("source", ["daemon", "off"])
 def test_records_replaced_in_place_make_the_index_anew(tmp_path: Path, source: str) -> None:
     """As with other index files: size and time are kept, both ends of the file as well."""
@@ -308,10 +311,12 @@ def test_a_damaged_chunk_of_three_was_called_a_stale_index(
 # ---- users of readers ----------------------------------------------------------------------------
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torch_loader(
     daemon: Daemon, path: str, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("torch")
     from ffserve import torch
 
     monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
@@ -323,6 +328,7 @@ def test_torch_loader(
     assert found == sorted(SAMPLES)
 
 
+@pytest.mark.check
 def test_commands(path: str, tmp_path: Path) -> None:
     [facts] = json.loads(text_of("inspect", "--json", path))
     assert facts["samples"] == len(SAMPLES) and facts["format"] == "tfrecord"

@@ -20,6 +20,7 @@ class TestTFRecord(FormatConformance):
     format = by_name("tfrecord")
 
 
+@pytest.mark.check
 class TestCompressedTFRecord(FormatConformance):
     format = by_name("tfrecord")
     options = ({"compression": "gzip"}, {"compression": "zlib"})
@@ -89,6 +90,7 @@ def _swapped(load, shard, offsets, lengths, checksums) -> None:  # type: ignore[
         table[[0, 1]] = table[[1, 0]]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "fault", ["unchecked", "allocates", "raises ValueError", "wrong order", "together"]
 )

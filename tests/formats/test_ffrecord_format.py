@@ -303,6 +303,7 @@ def test_load_wants_arrays_of_the_right_length() -> None:
         shard.load(np.zeros(2, np.uint64), np.zeros(1, np.uint64), np.zeros(1, np.uint32))
 
 
+@pytest.mark.check
 def test_ten_million_samples_open_and_load_within_a_second(tmp_path: Path) -> None:
     count = 10_000_000
     path = tmp_path / "many.ffr"

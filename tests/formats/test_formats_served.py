@@ -106,6 +106,7 @@ def test_bytes_are_those_of_the_file_whoever_reads_it(daemon: Daemon, path: str)
         assert served.shards[0].fingerprint == local.shards[0].fingerprint
 
 
+@pytest.mark.check
 def test_processes_of_different_formats_share_one_arena(tmp_path: Path) -> None:
     program = """
 import sys, ffserve

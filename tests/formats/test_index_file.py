@@ -506,6 +506,7 @@ def test_damaged_file_gets_none(path: str, cache: Path) -> None:
 # ---- the daemon -------------------------------------------------------------------------------
 
 
+@pytest.mark.check
 def test_daemon_writes_to_its_cache_only_and_reads_both(path: str, cache: Path) -> None:
     with serving() as daemon:
         with daemon.open(path) as reader:

@@ -6,6 +6,7 @@ import struct
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recordio_files import WAYS, written
@@ -135,6 +136,7 @@ def flips(size: int) -> st.SearchStrategy[list[tuple[int, int]]]:
     return st.lists(st.tuples(st.integers(0, size - 1), st.integers(0, 255)), max_size=3)
 
 
+@pytest.mark.check
 @settings(max_examples=400, deadline=None)
 @given(data=st.data())
 def test_damaged_files_stop_at_their_first_fault(data: st.DataObject) -> None:

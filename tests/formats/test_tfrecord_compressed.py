@@ -58,6 +58,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.check
 @pytest.mark.usefixtures("small_spans")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_chunk_is_decoded_alone_and_in_any_order(kind: str) -> None:
@@ -111,6 +112,7 @@ def test_no_records_and_empty_members() -> None:
 # ---- windows -------------------------------------------------------------------------------------
 
 
+@pytest.mark.check
 @pytest.mark.usefixtures("small_spans")
 @pytest.mark.parametrize("kind", KINDS)
 def test_window_has_what_is_referred_to_and_nothing_else(kind: str) -> None:
@@ -140,6 +142,7 @@ def test_window_has_what_is_referred_to_and_nothing_else(kind: str) -> None:
     assert len(shard.windows) < len(content) // 4
 
 
+@pytest.mark.check
 def test_files_of_ours_need_no_windows_and_begin_chunks_at_records() -> None:
     from ffserve.formats import by_name
 
@@ -246,12 +249,14 @@ def damaged_then_read(data: st.DataObject, most: int) -> None:
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
+@pytest.mark.check
 @given(st.data())
 @settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
 def test_written_then_read_is_identity(data: st.DataObject) -> None:
     written_then_read(data, 6000)
 
 
+@pytest.mark.check
 @given(st.data())
 @settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
 def test_damage_gives_right_records_or_errors(data: st.DataObject) -> None:
@@ -371,6 +376,7 @@ def bomb(pieces: Iterator[bytes]) -> bytes:
     return b"".join(map(stream.compress, pieces)) + stream.flush()
 
 
+@pytest.mark.check
 def test_bombs_cost_no_memory_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tfcompressed, "OUTPUT_ALLOWED", 64 << 20)
     monkeypatch.setattr(tfcompressed, "RECORDS_ALLOWED", 100_000)
@@ -478,6 +484,7 @@ def test_a_file_with_damaged_chunks_has_the_records_that_it_had() -> None:
         assert shard.fits(reader_of(content)) is fits, "it was found out once"
 
 
+@pytest.mark.check
 def test_chunks_that_are_too_large_are_not_decoded_for_an_error() -> None:
     """Three of up to 1 GiB were."""
     content = squeeze(written([bytes(tfcompressed.COMPARED_SIZE) for _ in range(2)]))

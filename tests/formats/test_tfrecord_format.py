@@ -181,6 +181,7 @@ def test_tolerance_without_checks_leaves_lost_places_out() -> None:
     assert samples(bytes(damaged), tolerant=True, verify=False) == SMALL[1:]
 
 
+@pytest.mark.check
 def test_frame_behind_a_damaged_header_is_found_across_window_borders() -> None:
     for size in (PIECE_SIZE - 40, PIECE_SIZE - 17, PIECE_SIZE - 12, PIECE_SIZE, PIECE_SIZE + 1):
         payloads = [bytes(size), b"second", b"third"]

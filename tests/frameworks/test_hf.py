@@ -28,7 +28,7 @@ def test_there_and_back(tmp_path: Path) -> None:
         text: list[bytes] = found["text"]  # type: ignore[assignment]
         return {"id": int(found["id"][0]), "text": text[0].decode(), "scores": found["scores"]}
 
-    back = ffserve.hf.dataset(paths, decode=decode, server="off")
+    back = ffserve.hf.dataset(paths, decode=decode, num_shards=3, server="off")
     assert back.num_shards == 3
     for _ in range(2):
         found = [{**row, "scores": list(map(float, row["scores"]))} for row in back]
@@ -52,7 +52,7 @@ def test_columns_of_examples_are_decoded_as_arrow(tmp_path: Path) -> None:
     schema = pa.schema(
         [("text", pa.string()), ("scores", pa.list_(pa.float32())), ("id", pa.int64())]
     )
-    back = ffserve.hf.dataset(paths, schema=schema, server="off")
+    back = ffserve.hf.dataset(paths, schema=schema, num_shards=3, server="off")
     assert back.num_shards == 3 and list(back.features) == ["text", "scores", "id"]
     for _ in range(2):
         assert list(back) == ROWS
@@ -69,3 +69,22 @@ def test_columns_of_examples_are_decoded_as_arrow(tmp_path: Path) -> None:
     wrong = ffserve.hf.dataset(paths[1], schema=pa.schema([("text", pa.int64())]), server="off")
     with pytest.raises(FormatError, match=r"b\.tfrecord: row 0, column 'text'"):
         list(wrong)
+
+
+def test_one_file_was_one_shard_that_two_workers_could_not_share(tmp_path: Path) -> None:
+    data = datasets.Dataset.from_list(ROWS)
+    ffserve.hf.write(data, tmp_path / "a.ffr")
+    decode = {"decode": lambda sample: {"id": int(example.decode(sample)["id"][0])}}
+    schema = {"schema": pa.schema([("id", pa.int64())])}
+    for options in (decode, schema):
+        for count in (4, 64):
+            found = ffserve.hf.dataset(
+                tmp_path / "a.ffr", num_shards=count, server="off", **options
+            )
+            assert found.num_shards == count
+            halves = [[row["id"] for row in found.shard(2, k)] for k in range(2)]
+            assert halves[0] + halves[1] == list(range(30)) and all(map(len, halves))
+        assert ffserve.hf.dataset(tmp_path / "a.ffr", **options).num_shards >= 2
+    ffserve.hf.write(data, tmp_path / "b.tfrecord.gz")
+    both = ffserve.hf.dataset([tmp_path / "a.ffr", tmp_path / "b.tfrecord.gz"], num_shards=6)
+    assert both.num_shards == 4

@@ -476,7 +476,7 @@ def test_cut_empty_and_foreign_files(ray_data: Any, tmp_path: Path) -> None:
     empty.mkdir()
     (empty / "a.tfrecord").touch()
     assert ffserve.ray.read(empty, schema=schema).take_all() == []
-    with pytest.raises(UsageError, match="no schema: there are no files with columns"):
+    with pytest.raises(UsageError, match="cannot infer a schema: no file has columns"):
         ffserve.ray.read(empty)
     mixed = tmp_path / "mixed"
     mixed.mkdir()

@@ -159,6 +159,7 @@ def facts_of(daemon: Daemon) -> dict[str, Any]:
     }
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_sample_that_is_wrong_in_the_page_cache_is_read_from_the_disk(
     disk: Disk, kind: str
@@ -172,6 +173,7 @@ def test_a_sample_that_is_wrong_in_the_page_cache_is_read_from_the_disk(
         assert ("gave wrong bytes" in daemon.text()) == asked
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("samples", [SAMPLES, SMALL], ids=["large", "small"])
 @pytest.mark.parametrize("before", [0, 30])
 def test_a_sample_that_is_wrong_on_the_disk_is_read_from_the_page_cache(
@@ -238,6 +240,7 @@ def test_a_file_that_was_overwritten_was_blamed_on_the_disk(
     assert "wrong once" not in caplog.text
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("kind", FORMATS)
 def test_damage_is_counted_by_file(tmp_path: Path, kind: str) -> None:
     path = write(tmp_path / f"data.{kind}", SAMPLES)

@@ -44,6 +44,7 @@ def test_the_rest_of_a_window_is_found_wherever_it_is_looked_for(
     assert np.all(np.diff(ends) >= mine // 4)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("n", [40_000, 100_000, 1 << 20, 1 << 24])
 def test_an_order_that_is_shuffled_as_a_whole_has_no_windows(n: int) -> None:
     for seed in range(5 if n <= 1 << 20 else 1):

@@ -82,6 +82,7 @@ def text(samples: Sequence[bytes] = TRUTH) -> str:
 # ---- what the kernel decides ------------------------------------------------------------------
 
 
+@pytest.mark.check
 def test_a_file_of_a_supplementary_group_was_refused(daemon: Daemon, folder: Path) -> None:
     path = write(folder / "team.ffr", TRUTH)
     os.chown(path, BOB, TEAM)
@@ -207,6 +208,7 @@ print(type(ask(protocol.Open(1, what, row))).__name__)
 """Names a file that somebody else has open, by its numbers; prints what the daemon answers."""
 
 
+@pytest.mark.check
 def test_the_proof_of_one_user_is_none_of_another(daemon: Daemon, folder: Path) -> None:
     path = write(folder / "proven.ffr", TRUTH)
     status = os.stat(path)
@@ -219,6 +221,7 @@ def test_the_proof_of_one_user_is_none_of_another(daemon: Daemon, folder: Path) 
         assert reads(path, daemon, ALICE, program=program) == "Need", "nobody of her is left"
 
 
+@pytest.mark.check
 def test_the_root_of_a_user_namespace_is_its_user(daemon: Daemon, folder: Path) -> None:
     """Root there is an ordinary user here: it reads what that user can read, and no more."""
     mine, private = write(folder / "mine.ffr", TRUTH), write(folder / "roots.ffr", TRUTH)
@@ -276,6 +279,7 @@ def test_a_directory_renamed_during_the_check_no_longer_matters(
 # ---- roots --------------------------------------------------------------------------------------
 
 
+@pytest.mark.check
 def test_only_files_below_the_roots_are_served(tmp_path: Path) -> None:
     inside, outside = tmp_path / "inside", tmp_path / "inside2"
     inside.mkdir()
@@ -300,7 +304,7 @@ def test_only_files_below_the_roots_are_served(tmp_path: Path) -> None:
         )
         done = run_python(program, bad, daemon.socket)
         assert done.stdout.startswith("b'bad' engine ")
-        assert done.stderr.count("reading without the daemon") == 1
+        assert done.stderr.count("reads the files without the daemon") == 1
 
 
 # ---- descriptors that the daemon does not take ---------------------------------------------------
@@ -372,6 +376,7 @@ with support.Raw(sys.argv[2]) as raw:
     assert "file system (0x9fa0)" in reads("/", daemon, ALICE, program=program)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(("announced", "sent"), [(1, 2), (2, 1), (0, 1), (253, 1), (3, 253)])
 def test_another_number_of_descriptors_than_announced(
     daemon: Daemon, folder: Path, announced: int, sent: int
@@ -445,6 +450,7 @@ def test_a_proxy_that_passes_no_descriptors(daemon: Daemon, folder: Path, tmp_pa
     until(lambda: daemon.fd_count() <= before + 2, "nothing is held but the shard")
 
 
+@pytest.mark.check
 def test_a_client_that_never_answers_blocks_no_other_opening(folder: Path) -> None:
     path = write(folder / "silent.ffr", TRUTH)
     patch = (
@@ -535,6 +541,7 @@ def test_a_process_with_few_descriptors_opens_many_files(daemon: Daemon, folder:
     assert got == text([b"%d" % k for k in range(len(paths))])
 
 
+@pytest.mark.check
 def test_a_user_may_have_half_of_the_daemons_files(folder: Path) -> None:
     few = folder / "few"
     few.mkdir()
@@ -619,6 +626,7 @@ def test_two_opens_at_a_time_met_the_limit_late(folder: Path) -> None:
             assert len(reader) == 60
 
 
+@pytest.mark.check
 def test_an_open_that_is_given_up_takes_no_room(folder: Path) -> None:
     paths = [write(folder / f"room{k:03}.ffr", [b"x"]) for k in range(120)]
     patch = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (240, 240))"

@@ -400,6 +400,7 @@ def test_an_order_is_announced_again_to_the_next_daemon(path: str, tmp_path: Pat
         )
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("counts_itself", [False, True])
 def test_a_job_that_sends_no_request_finds_the_next_daemon(path: str, counts_itself: bool) -> None:
     """Such as the process of a loader whose workers read, or a job that finds all in memory."""

@@ -74,6 +74,7 @@ def check(made: Field, kind: str, seconds: float, factor: float, calm: Measured)
     until(lambda: daemon.status()["arena"]["leased"] == 0, "the leases have ended")
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("kind", attacks.KINDS)
 def test_an_attack_of_one_user_stopped_all_others(short: tuple[Field, Measured], kind: str) -> None:
     made, calm = short
@@ -87,6 +88,7 @@ def test_the_whole_attacks() -> None:
             check(made, kind, 10, SOAK_FACTOR, made.measure(2))
 
 
+@pytest.mark.check
 def test_thousands_of_connections_locked_out_root() -> None:
     """One user gets four fifths, another one still gets some, and root is always served."""
     with field(1) as made, made.attack("connections", 4200):
@@ -153,6 +155,7 @@ with socket.socket(socket.AF_UNIX) as attempt:
         assert status(daemon.socket)["pid"] == daemon.pid
 
 
+@pytest.mark.check
 def test_a_message_that_came_byte_by_byte_woke_the_loop_for_each_byte(tmp_path: Path) -> None:
     """After a few bytes the daemon pauses: what comes meanwhile waits in the socket."""
 

@@ -64,6 +64,7 @@ def evict(path: Path, begin: int = 0, size: int = 0) -> None:
     os.close(fd)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("options", FORMATS, ids=lambda options: options["format"])
 def test_data_set_that_was_just_written_was_fetched_from_the_disk(
     tmp_path: Path, options: dict[str, Any]

@@ -44,6 +44,7 @@ def read_all(daemon: Daemon, path: str | Path) -> list[bytes]:
         return [bytes(one) for one in reader.read(range(len(reader)))]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("suffix", ["ffr", "tfrecord", "recordio"])
 def test_a_closed_file_is_served_from_memory_when_it_is_opened_again(
     tmp_path: Path, suffix: str
@@ -63,6 +64,7 @@ def test_a_closed_file_is_served_from_memory_when_it_is_opened_again(
         assert len(shards(daemon)) == 1
 
 
+@pytest.mark.check
 def test_a_file_is_closed_when_no_job_has_it_open_for_some_time(tmp_path: Path) -> None:
     path = write(tmp_path / "a.ffr", TRUTH)
     with serving(options=("--close-after", "4")) as daemon:
@@ -162,6 +164,7 @@ def test_closed_shards_give_way_when_memory_is_needed(tmp_path: Path) -> None:
         assert 0 < len(shards(daemon)) < len(paths)
 
 
+@pytest.mark.check
 def test_only_so_many_closed_shards_are_kept(tmp_path: Path) -> None:
     paths = [write(tmp_path / f"{k:02}.ffr", [b"%d" % k] * 5) for k in range(30)]
     patch = "import ffserve.limits as h; h.MOST_CLOSED = 10\n"
@@ -176,6 +179,7 @@ def test_only_so_many_closed_shards_are_kept(tmp_path: Path) -> None:
         assert daemon.cache()["blocks_read"] == read
 
 
+@pytest.mark.check
 def test_jobs_that_come_and_go_while_files_are_closed(tmp_path: Path) -> None:
     """Every second all idle shards are closed, in the middle of whatever else happens."""
     paths = [write(tmp_path / f"{k}.ffr", [sample(i, seed=k) for i in range(20)]) for k in range(6)]
@@ -223,6 +227,7 @@ def test_a_proof_ends_with_the_file(tmp_path: Path) -> None:
         assert read_all(daemon, path) == TRUTH[::-1]
 
 
+@pytest.mark.check
 def test_closing_keeps_no_shard_of_a_stopped_reader(tmp_path: Path) -> None:
     """A file is not closed while a session has it open, however long nobody reads it."""
     path = write(tmp_path / "a.ffr", TRUTH)
@@ -261,6 +266,7 @@ def size_of_tables(daemon: Daemon) -> int:
 AT_ONCE = "import ffserve.server.sessions.server as s; s.TEND_INTERVAL_S = 0.02"
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("way", ["rewritten", "renamed", "deleted"])
 @pytest.mark.parametrize("in_use", [False, True], ids=["idle", "open"])
 def test_each_replacement_of_a_served_file_left_its_shard_in_the_tables(
@@ -296,6 +302,7 @@ def test_each_replacement_of_a_served_file_left_its_shard_in_the_tables(
         assert daemon.cache()["blocks_read"] == read, "the file of today is still in memory"
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("way", ["rewritten", "renamed", "deleted"])
 def test_a_file_that_was_replaced_when_it_was_closed_already(tmp_path: Path, way: str) -> None:
     """It is known by its name when the next one is opened."""

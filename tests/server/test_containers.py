@@ -26,7 +26,7 @@ COUNT = 120
 SIZE = 3000
 OPEN = ["--socket-mode", "0666"]
 REFUSED = r"io_uring is not used \(.*\): reading with \w+"
-UNKNOWN = "the daemon does not see in which container its clients are, since .*"
+UNKNOWN = "the daemon cannot tell the containers of its clients apart, since .*"
 READ = """
 import hashlib
 with ffserve.open(sys.argv[2], server=sys.argv[1]) as reader:
@@ -112,6 +112,7 @@ def contained(box: Container, *options: str, **settings: list[str]) -> Iterator[
 # ---- jobs in containers, the daemon outside --------------------------------
 
 
+@pytest.mark.check
 def test_a_job_in_all_namespaces_hits_in_shared_memory() -> None:
     with serving(options=OPEN) as daemon:
         path = record_file(daemon.directory / "a.ffr", 1)
@@ -127,6 +128,7 @@ def test_a_job_in_all_namespaces_hits_in_shared_memory() -> None:
             assert f"\nNSpid:\t{job['pid']}\t1\n" in status
 
 
+@pytest.mark.check
 def test_containers_that_the_daemon_sees_share_among_their_own_processes_only() -> None:
     """Same user range, same file, whose name means nothing to the daemon."""
     with serving(options=OPEN) as daemon:
@@ -142,6 +144,7 @@ def test_containers_that_the_daemon_sees_share_among_their_own_processes_only() 
         assert os.path.exists(path)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("users", [100_000, 300_000], ids=["the same range", "another range"])
 def test_private_samples_stay_in_their_container(users: int) -> None:
     with serving(options=OPEN) as daemon:
@@ -165,6 +168,7 @@ def test_private_samples_stay_in_their_container(users: int) -> None:
             assert mine.run(SEARCH, daemon.socket, path, prefix).endswith(" 0")
 
 
+@pytest.mark.check
 def test_another_file_at_the_same_path_is_never_mixed_up() -> None:
     with serving(options=OPEN) as daemon:
         inside = folder(daemon.directory / "inside")
@@ -188,6 +192,7 @@ ROOTS = {
 }
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("root", ROOTS.values(), ids=ROOTS)
 def test_root_of_a_container_had_the_rights_of_root(root: Container) -> None:
     """It saw everybody's files and jobs, and could resize the arena."""
@@ -205,6 +210,7 @@ def test_root_of_a_container_had_the_rights_of_root(root: Container) -> None:
         assert daemon.status()["arena"]["size"] == 64 << 20
 
 
+@pytest.mark.check
 def test_root_of_a_container_gets_no_file_that_it_cannot_open() -> None:
     with serving(options=OPEN) as daemon:
         path = record_file(daemon.directory / "a.ffr", 1, 0, 0o600)
@@ -223,6 +229,7 @@ BOXES = {
 }
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("box", BOXES.values(), ids=BOXES)
 def test_a_daemon_in_a_container_serves_jobs_in_others(box: Container) -> None:
     with contained(box) as daemon:
@@ -239,6 +246,7 @@ def test_a_daemon_in_a_container_serves_jobs_in_others(box: Container) -> None:
         assert facts["pid"] == 1
 
 
+@pytest.mark.check
 def test_pid_of_a_job_that_the_daemon_does_not_see_was_0() -> None:
     with contained(Container(users=None, uid=4444)) as daemon:
         path = record_file(daemon.directory / "a.ffr", 1)
@@ -263,6 +271,7 @@ def test_pid_of_a_job_that_the_daemon_does_not_see_was_0() -> None:
             assert re.search(rf"^{job['name'][:12]} +- ", shown.stdout, re.M), shown.stdout
 
 
+@pytest.mark.check
 def test_a_daemon_that_does_not_see_containers_keeps_each_process_apart_and_says_so() -> None:
     with contained(Container(users=None, uid=4444), expect=[UNKNOWN]) as daemon:
         hers = folder(daemon.directory / "hers", 100_000)
@@ -273,6 +282,7 @@ def test_a_daemon_that_does_not_see_containers_keeps_each_process_apart_and_says
         assert daemon.text().count("the daemon does not see") == 1
 
 
+@pytest.mark.check
 def test_a_daemon_with_the_machines_pids_sees_containers() -> None:
     box = Container(users=None, uid=4444, namespaces=("mnt", "ipc", "net"))
     with contained(box) as daemon:
@@ -300,6 +310,7 @@ a.close(), b.close()
     assert done.stdout.strip() == "False"
 
 
+@pytest.mark.check
 def test_users_without_a_number_in_the_daemons_namespace_are_kept_apart() -> None:
     box = Container(users=500_000, namespaces=("mnt", "ipc", "net"))
     with contained(box, expect=[UNKNOWN]) as daemon:
@@ -348,6 +359,7 @@ def start_in_directory(daemon: Daemon) -> Path:
     return run
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("shared", ["directory", "file"])
 def test_a_job_follows_the_daemon_through_a_directory_and_not_through_a_socket_file(
     shared: str,
@@ -384,6 +396,7 @@ def test_a_job_follows_the_daemon_through_a_directory_and_not_through_a_socket_f
                 assert daemon.status()["jobs"] == []
 
 
+@pytest.mark.check
 def test_a_job_with_a_read_only_directory_cannot_replace_the_socket() -> None:
     with serving(options=OPEN) as daemon:
         path, run = record_file(daemon.directory / "a.ffr", 1), start_in_directory(daemon)
@@ -394,6 +407,7 @@ def test_a_job_with_a_read_only_directory_cannot_replace_the_socket() -> None:
         assert "Read-only file system" in box.run(replace, inside / "s")
 
 
+@pytest.mark.check
 def test_a_second_daemon_on_the_directory_ends_and_the_first_goes_on() -> None:
     """As a DaemonSet with maxSurge would start it."""
     with contained(Container(users=None, uid=4444)) as daemon:
@@ -408,6 +422,7 @@ def test_a_second_daemon_on_the_directory_ends_and_the_first_goes_on() -> None:
 # ---- what runtimes forbid --------------------------------
 
 
+@pytest.mark.check
 def test_a_daemon_without_io_uring_goes_on_and_says_so_once() -> None:
     box = Container(users=None, uid=4444, denied=IO_URING)
     with contained(box, expect=[REFUSED]) as daemon:
@@ -442,6 +457,7 @@ sys.stdout.flush()
     assert said.count(f"{line}: reading with threads") == 1 and said.count("io_uring is") == 1
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("limit", [0, 8192, 16_384, 32_768, 1 << 20])
 def test_a_daemon_that_may_lock_little_memory_did_not_start(limit: int) -> None:
     """A trial with two reads in flight passed, and the engine with 128 did not open."""
@@ -456,6 +472,7 @@ def test_a_daemon_that_may_lock_little_memory_did_not_start(limit: int) -> None:
             assert "too little memory may be locked" in daemon.text()
 
 
+@pytest.mark.check
 def test_where_no_directory_can_be_written_no_engine_worked() -> None:
     """A container with a read-only root and /tmp: the trial of the engines needed a file."""
     program = """
@@ -596,6 +613,7 @@ def idle_job(groups: Groups, *arguments: str) -> Iterator[subprocess.Popen[str]]
         job.kill()
 
 
+@pytest.mark.check
 def test_the_arena_is_charged_to_the_daemon_and_not_to_the_jobs(groups: Groups) -> None:
     with daemon_in(groups, "96MiB") as daemon:
         daemon.start()
@@ -611,6 +629,7 @@ def test_the_arena_is_charged_to_the_daemon_and_not_to_the_jobs(groups: Groups) 
             assert groups.usage("job") < own + (40 << 20)
 
 
+@pytest.mark.check
 def test_a_daemon_that_started_again_in_its_container_was_killed_for_memory(groups: Groups) -> None:
     """A job that reads nothing for a while still has the old arena, against the same limit."""
     waiting = "waiting for memory to be free: .* of the arena's 192 MiB are taken"

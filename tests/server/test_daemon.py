@@ -219,7 +219,8 @@ def test_a_daemon_that_accepts_no_client_is_reported(
         waiting.connect(str(tmp_path / "s"))
         with ffserve.open(file) as reader:
             assert reader.source.startswith("engine") and bytes(reader[0]) == b"one"
-    assert "reading without the daemon" in caplog.text and "daemon is stopped" in caplog.text
+    assert "reads the files without the daemon" in caplog.text
+    assert "daemon is stopped" in caplog.text
     caplog.clear()
 
 
@@ -279,6 +280,7 @@ def test_a_stopped_daemon_does_not_block_hits(path: str, monkeypatch: pytest.Mon
         until(reported, "every hit is counted, and one data set is closed")
 
 
+@pytest.mark.check
 def test_sigterm_ends_the_daemon_while_clients_keep_asking(tmp_path: Path) -> None:
     path = write(tmp_path / "a.ffr", [sample(i, [20_000]) for i in range(500)])
     program = """
@@ -325,6 +327,7 @@ def test_same_missing_samples_are_read_once(path: str) -> None:
         assert cache["read_size"] < 2 * os.path.getsize(path)
 
 
+@pytest.mark.check
 def test_processes_that_read_the_same_samples_read_the_disk_once(path: str) -> None:
     program = """
 import sys, ffserve
@@ -484,6 +487,7 @@ def three_files(folder: Path) -> list[str]:
     return [write(folder / f"{name}.ffr", [name.encode()]) for name in ("first", "served", "fresh")]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("way", ["renamed", "deleted", "rewritten"])
 @pytest.mark.parametrize("server", ["daemon", "off"])
 def test_a_fork_after_a_served_file_was_replaced_failed(
@@ -667,6 +671,7 @@ def open_sessions(daemon: Daemon) -> int:
     return sum(entry["sessions"] for kind in ("shards", "jobs") for entry in status[kind])
 
 
+@pytest.mark.check
 def test_two_hundred_connections_leave_nothing_behind(path: str) -> None:
     with serving(arena="1MiB") as daemon:
         with daemon.open(path) as reader:
@@ -685,6 +690,7 @@ def test_two_hundred_connections_leave_nothing_behind(path: str) -> None:
         everything_is_given_back(daemon)
 
 
+@pytest.mark.check
 def test_clients_killed_while_they_wait_or_lease_leave_nothing_behind(path: str) -> None:
     program = """
 import sys, threading, ffserve
@@ -710,6 +716,7 @@ threading.Event().wait()
         everything_is_given_back(daemon)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "last",
     [
@@ -762,6 +769,7 @@ def test_requests_longer_than_a_slice_changed_the_watch_twice(tmp_path: Path) ->
     assert int(counted.read_text()) < 100
 
 
+@pytest.mark.check
 def test_idle_shards_give_up_their_descriptors_for_new_ones(tmp_path: Path) -> None:
     """Several clients at once; a shard may be opened again while it is dropped in steps."""
     patch = (
@@ -796,6 +804,7 @@ def test_idle_shards_give_up_their_descriptors_for_new_ones(tmp_path: Path) -> N
             )
 
 
+@pytest.mark.check
 def test_three_hundred_readers_in_one_process(daemon: Daemon, tmp_path: Path) -> None:
     paths = [write(tmp_path / f"{k:03}.ffr", [sample(k)]) for k in range(300)]
     with contextlib.ExitStack() as stack:
@@ -880,6 +889,7 @@ def test_a_client_that_never_acknowledges_does_not_block_others(tmp_path: Path) 
             ]
 
 
+@pytest.mark.check
 def test_a_client_stopped_in_mid_batch_does_not_block_others(tmp_path: Path) -> None:
     sizes = [40_000]
     path = write(tmp_path / "a.ffr", [sample(i, sizes) for i in range(100)])
@@ -962,7 +972,7 @@ def test_a_socket_without_permission_is_reported_once() -> None:
         )
         ended = run_python(program, path, daemon.socket)
     assert ended.stdout.startswith("engine ")
-    assert ended.stderr.count("reading without the daemon") == 1, ended.stderr
+    assert ended.stderr.count("reads the files without the daemon") == 1, ended.stderr
 
 
 def test_a_missing_root_is_reported_at_the_start(tmp_path: Path) -> None:
@@ -1015,6 +1025,7 @@ def test_the_end_of_a_session_was_counted_twice(path: str) -> None:
         assert "already serves 8 sessions" in str(late.refused())
 
 
+@pytest.mark.check
 def test_each_end_of_the_last_session_of_a_user_left_memory_behind(daemon: Daemon) -> None:
     """A `status` every second took 100 MB a day."""
     for _ in range(200):

@@ -116,6 +116,7 @@ def test_a_session_may_end_while_its_samples_are_explained(tmp_path: Path) -> No
         others_are_served(daemon, write(tmp_path / "third.ffr", TRUTH))
 
 
+@pytest.mark.check
 def test_a_user_who_comes_again_and_again_has_one_thread_that_hangs(tmp_path: Path) -> None:
     with serving() as daemon, hanging(tmp_path) as (path, begin):
         counts, sockets = list[int](), daemon.socket_count()

@@ -115,6 +115,7 @@ def test_a_file_on_fuse_that_the_administrator_allows(place: Path) -> None:
         assert "Opened" in run_python(PASS, path, daemon.socket, 1).stdout
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("silent", [STATFS, FLUSH], ids=["statfs", "close"])
 def test_a_file_system_that_does_not_answer_the_check(
     daemon: Daemon, place: Path, silent: int
@@ -147,6 +148,7 @@ reader.read(range(len(reader)))
 """A job that opens a file, and reads most of it when it is told to."""
 
 
+@pytest.mark.check
 def test_a_disk_that_does_not_answer_is_logged_while_it_is_silent(place: Path) -> None:
     begin = place / "begin"
     patch = (
@@ -171,6 +173,7 @@ def test_a_disk_that_does_not_answer_is_logged_while_it_is_silent(place: Path) -
         assert len(re.findall(line, daemon.text())) == 1, "no read is counted twice"
 
 
+@pytest.mark.check
 def test_a_daemon_that_was_stopped_does_not_blame_the_disk(place: Path) -> None:
     patch = (
         "import ffserve.server.reading.engines as io, ffserve.server.sessions.server as server\n"
@@ -201,6 +204,7 @@ def test_a_daemon_that_was_stopped_does_not_blame_the_disk(place: Path) -> None:
         subprocess.run(["umount", "-l", mounted], capture_output=True)
 
 
+@pytest.mark.check
 def test_a_file_system_that_falls_silent_kept_deleted_files_of_others_open(place: Path) -> None:
     """Idle files were looked at one after another."""
     options = ["--socket-mode", "0666", "--file-system", "fuse"]
@@ -219,6 +223,7 @@ def test_a_file_system_that_falls_silent_kept_deleted_files_of_others_open(place
         begin.unlink()
 
 
+@pytest.mark.check
 def test_users_without_a_number_here_are_not_one_user(place: Path) -> None:
     """All of them appear as the overflow user to a daemon in a user namespace."""
     path = write(place / "a.ffr", TRUTH)

@@ -32,6 +32,7 @@ def faulty(*arguments, **options):
 """
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("place", FAULTS)
 def test_an_internal_error_left_requests_unanswered_for_two_minutes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str

@@ -226,6 +226,7 @@ def test_the_containerfile_copies_what_there_is() -> None:
 PROFILE = CHART / "files" / "seccomp.json"
 
 
+@pytest.mark.check
 @pytest.mark.skipif("os.geteuid() != 0", reason="makes namespaces")
 @pytest.mark.parametrize("engine", [io.probe()[0], "aio"])
 def test_the_seccomp_profile_lets_the_daemon_run(engine: str) -> None:

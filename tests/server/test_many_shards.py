@@ -49,6 +49,7 @@ def check(reader: ffserve.Reader) -> None:
             assert got.tobytes() == sample(index // EACH, index % EACH)
 
 
+@pytest.mark.check
 @pytest.mark.skipif(
     resource.getrlimit(resource.RLIMIT_NOFILE)[1] < ROOM,
     reason="too few open files are allowed",
@@ -76,6 +77,7 @@ def test_ten_thousand_shards(way: str, shards: Path) -> None:
 FEW = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (500, 500))"
 
 
+@pytest.mark.check
 def test_more_shards_than_the_daemon_may_open(shards: Path) -> None:
     """The error names the limit and a remedy, and the daemon serves smaller data sets."""
     with serving(arena="64MiB", patch=FEW) as daemon:

@@ -101,6 +101,7 @@ def test_the_metrics_say_what_happened(path: str, tmp_path: Path) -> None:
     assert one == 1 and dict(labels)["version"] == ffserve.__version__
 
 
+@pytest.mark.check
 def test_clients_report_how_long_hits_take(path: str) -> None:
     with measured() as (daemon, address), daemon.open(path) as reader:
         reader.read(range(COUNT))
@@ -153,7 +154,7 @@ def test_a_duration_lies_below_the_end_of_its_bucket() -> None:
 
 
 def test_every_metric_is_explained_and_named_as_is_usual(path: str) -> None:
-    section = (ROOT / "docs" / "OPERATIONS.md").read_text()
+    section = (ROOT / "docs" / "REFERENCE.md").read_text()
     section = section.partition("\n## Metrics\n")[2].partition("\n## ")[0]
     explained = set(re.findall(r"^\| `(ffserve_\w+)` \|", section, re.M))
     with measured_unix() as (daemon, unix), daemon.open(path) as reader:
@@ -296,6 +297,7 @@ def attack(address: str, what: Callable[[socket.socket], object]) -> socket.sock
     return sock
 
 
+@pytest.mark.check
 def test_hostile_clients_delay_nobody_and_are_closed(path: str) -> None:
     patch = "import ffserve.server.status.http as http; http.REQUEST_TIMEOUT_S = 3.0"
     with measured(patch=patch) as (daemon, address), daemon.open(path) as reader:
@@ -312,6 +314,7 @@ def test_hostile_clients_delay_nobody_and_are_closed(path: str) -> None:
         assert daemon.private_size() < 200 << 20
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("what", "status"), [("a large header", 431), ("another protocol", 400), ("a large body", 405)]
 )
@@ -366,6 +369,7 @@ def serve(*options: str, patch: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("check", [[], ["--check"]])
 @pytest.mark.parametrize("package", ["prometheus_client", "h11"])
 def test_a_missing_package_is_named(package: str, check: list[str], tmp_path: Path) -> None:
@@ -448,9 +452,14 @@ def names_of_series() -> set[str]:
 
 def explained_series() -> set[str]:
     """Return those of jobs and domains, which need some: as the documents have them."""
-    section = (ROOT / "docs" / "OPERATIONS.md").read_text()
-    names = re.findall(r"^\| `(ffserve_(?:job|domain)_\w+)` \| (\w+)", section, re.M)
-    return {f"{name}_total" if kind == "counter" else name for name, kind in names}
+    section = (ROOT / "docs" / "REFERENCE.md").read_text()
+    section = section.partition("\n## Metrics\n")[2].partition("\n## ")[0]
+    names = set()
+    for kind in section.split("\n### ")[1:]:
+        suffix = "_total" if kind.startswith("Counters\n") else ""
+        found = re.findall(r"^\| `(ffserve_(?:job|domain)_\w+)` \|", kind, re.M)
+        names |= {name + suffix for name in found}
+    return names
 
 
 def test_dashboard_and_alerts_use_series_that_exist() -> None:

@@ -78,6 +78,7 @@ def facts(reader: ffserve.Reader, *, lengths: bool) -> list[Any]:
     return [reader.shards, [(o, n if lengths else None, c) for o, n, c in tables]]
 
 
+@pytest.mark.check
 def test_files_of_all_kinds_in_one_data_set(daemon: Daemon, tmp_path: Path) -> None:
     """In any order; each is what it is without a daemon."""
     paths = of_all_kinds(tmp_path) + [write(tmp_path / f"{k}.ffr", [b"%d" % k]) for k in range(40)]
@@ -105,6 +106,7 @@ def many(folder: Path, name: str, count: int) -> list[str]:
     return list(map(str, paths))
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name", ["a.ffr", "a.tfrecord", "a.recordio"])
 @pytest.mark.parametrize("fault", ["cut", "changed", "no format", "missing", "pipe"])
 def test_one_of_many_is_not_in_order(name: str, fault: str, daemon: Daemon, tmp_path: Path) -> None:
@@ -295,6 +297,7 @@ os._exit(0)
 """A user whose files do not let themselves be opened."""
 
 
+@pytest.mark.check
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, makes mount namespaces")
 def test_a_user_held_up_four_threads_in_each_mount_namespace() -> None:
     """And everybody can make any number of these."""
@@ -326,6 +329,7 @@ def test_a_user_held_up_four_threads_in_each_mount_namespace() -> None:
         until(lambda: threads() <= before + 4, "all have ended")
 
 
+@pytest.mark.check
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 def test_each_of_many_files_is_common_or_not(daemon: Daemon) -> None:
     """Also where links, private files and directories, and names of others lie among them."""

@@ -98,6 +98,7 @@ def test_the_page_loads_nothing_from_elsewhere_and_has_no_markup_of_names() -> N
     }  # fmt: skip
 
 
+@pytest.mark.check
 def test_events_bring_the_overview_and_go_on(path: str) -> None:
     with measured_unix("--max-sessions", "77") as (daemon, unix), daemon.open(path) as reader:
         reader.read(range(COUNT // 2))  # not announced yet, so none of it is read ahead
@@ -161,6 +162,7 @@ def test_errors_and_slow_files_are_shown(shown: tuple[Daemon, str, str]) -> None
     assert abs(line["time"] - time.time()) < 600
 
 
+@pytest.mark.check
 def test_watchers_who_do_not_read_are_closed_and_harm_nobody(
     shown: tuple[Daemon, str, str],
 ) -> None:
@@ -201,6 +203,7 @@ def test_an_internal_error_of_the_page_harms_no_job(path: str) -> None:
         assert ask(address, "/healthz")[0] == 200
 
 
+@pytest.mark.check
 def test_an_event_of_thousands_of_jobs_is_small_and_made_in_steps() -> None:
     program = """
 import json

@@ -65,6 +65,7 @@ def progress_of(daemon: Daemon, job: str | None = None) -> dict[str, Any]:
     return dict(progress)
 
 
+@pytest.mark.check
 def test_an_announced_job_that_computes_sends_no_request(daemon: Daemon, paths: list[str]) -> None:
     with daemon.open(paths[0]) as reader:
         reader.announce(order(1, 0), 0)
@@ -85,6 +86,7 @@ def test_an_announced_job_that_computes_sends_no_request(daemon: Daemon, paths: 
         assert job["alone_size"] > 0
 
 
+@pytest.mark.check
 def test_two_announced_jobs_read_little_more_than_one(daemon: Daemon, paths: list[str]) -> None:
     jobs = [Job(daemon, paths[0], seed=1, epochs=4, kind="in step", go=False) for _ in range(2)]
     for _ in range(4 * COUNT // BATCH):
@@ -197,6 +199,7 @@ def other_path(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return write(tmp_path / "other.ffr", [sample(i, (request.param,)) for i in range(COUNT)])
 
 
+@pytest.mark.check
 def test_two_data_sets_compete_and_neither_starves(
     daemon: Daemon, paths: list[str], other_path: str
 ) -> None:
@@ -273,6 +276,7 @@ NextUse.announcing = slowly
 """
 
 
+@pytest.mark.check
 def test_an_order_that_was_replaced_in_steps_was_not_prefetched(paths: list[str]) -> None:
     """Between two steps the prefetching began again where the old order was, far ahead."""
     with serving(arena="6MiB", patch=SLOWLY) as daemon:
@@ -286,6 +290,7 @@ def test_an_order_that_was_replaced_in_steps_was_not_prefetched(paths: list[str]
             other.kill()
 
 
+@pytest.mark.check
 def test_a_restarted_rank_announces_its_order_again(daemon: Daemon, paths: list[str]) -> None:
     other = Job(daemon, paths[0], seed=8, epochs=10_000)
     rank = Job(daemon, paths[0], seed=9, epochs=10_000)
@@ -300,6 +305,7 @@ def test_a_restarted_rank_announces_its_order_again(daemon: Daemon, paths: list[
     until(lambda: not daemon.status()["progress"], "all orders are freed")
 
 
+@pytest.mark.check
 def test_the_memory_of_a_killed_announcing_process_is_freed(
     daemon: Daemon, paths: list[str]
 ) -> None:

@@ -194,6 +194,7 @@ def test_who_waits_gets_the_claims_of_who_stops(daemon: Daemon, path: str, how: 
         assert other.claimed() == [YOURS, YOURS]
 
 
+@pytest.mark.check
 def test_claims_of_a_worker_that_hangs_end(path: str) -> None:
     patch = "from ffserve.server.prepared import claims\nclaims.CLAIM_S = 0.1"
     with (
@@ -437,6 +438,7 @@ def test_orders_of_prepared_samples_read_nothing_ahead(daemon: Daemon, path: str
 CONTENTS = {3: b"three" * 1000, 7: b"7", 21: os.urandom(200_001)}
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_prepared_samples_outlive_their_daemon(path: str, number: int) -> None:
     with managed() as daemon:
@@ -458,6 +460,7 @@ def test_prepared_samples_outlive_their_daemon(path: str, number: int) -> None:
             assert later.claim(3) == [READABLE]
 
 
+@pytest.mark.check
 def test_prepared_samples_of_a_file_that_changed_meanwhile_are_not_served(path: str) -> None:
     with managed() as daemon:
         with Preparer(daemon, path) as one:
@@ -478,6 +481,7 @@ def rewrite(daemon: ManagedDaemon, name: str, value: object) -> None:
         inventory._shards[name][k] = value
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -509,6 +513,7 @@ def test_rows_of_prepared_shards_are_checked(path: str, name: str, value: object
 # ---- figures ------------------------------------------------------------------------------------
 
 
+@pytest.mark.check
 def test_metrics_say_what_sharing_saved(path: str) -> None:
     pytest.importorskip("prometheus_client")
 

@@ -126,6 +126,7 @@ def test_new_settings_keep_what_is_in_memory(tmp_path: Path) -> None:
         assert "changed: roots, arena, max_sessions, drain_timeout, log_level" in daemon.text()
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("text", "failure"),
     [
@@ -179,6 +180,7 @@ def test_a_size_that_a_command_chose_stays_when_the_file_does(tmp_path: Path) ->
         assert daemon.status()["arena"]["target"] == 48 << 20
 
 
+@pytest.mark.check
 def test_fewer_sessions_and_an_idle_timeout_count_from_now_on(tmp_path: Path) -> None:
     file = write(tmp_path / "a.ffr", [b"a"])
     expect = r"no client has been connected for 0.1 s"

@@ -100,6 +100,7 @@ class Load:
         assert self.batches
 
 
+@pytest.mark.check
 def test_grows_under_load(daemon: Daemon, path: str, truth: list[bytes]) -> None:
     with Load(daemon, path, truth, 1), Load(daemon, path, truth, 2) as load:
         until(lambda: load.batches > 3, "reading continues")
@@ -139,6 +140,7 @@ def test_a_growing_arena_grew_from_its_new_size() -> None:
         assert "from 256 MiB" not in again
 
 
+@pytest.mark.check
 def test_changes_size_many_times_under_load(path: str, truth: list[bytes]) -> None:
     with (
         serving(arena="32MiB", options=("--max-arena", "128MiB")) as daemon,
@@ -152,6 +154,7 @@ def test_changes_size_many_times_under_load(path: str, truth: list[bytes]) -> No
         assert memory_size(daemon) <= 32 * MIB
 
 
+@pytest.mark.check
 def test_shrinking_waits_for_leases(path: str, truth: list[bytes]) -> None:
     with serving(arena="96MiB") as daemon, daemon.open(path) as reader:
         reader.read(range(COUNT))
@@ -176,6 +179,7 @@ def test_shrinking_waits_for_leases(path: str, truth: list[bytes]) -> None:
         assert [bytes(found) for found in reader.read(range(COUNT))] == truth
 
 
+@pytest.mark.check
 def test_leases_in_the_part_that_was_added_are_counted(
     daemon: Daemon, path: str, truth: list[bytes]
 ) -> None:
@@ -191,6 +195,7 @@ def test_leases_in_the_part_that_was_added_are_counted(
             until(lambda: daemon.status()["arena"]["leased"] == 0, "the leases have ended")
 
 
+@pytest.mark.check
 def test_a_killed_client_does_not_delay_a_resize(path: str) -> None:
     with serving(arena="96MiB") as daemon, daemon.open(path) as reader:
         reader.read(range(COUNT))
@@ -216,6 +221,7 @@ def test_a_killed_client_does_not_delay_a_resize(path: str) -> None:
             holder.communicate()
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("size", "said"),
     [
@@ -285,6 +291,7 @@ state.close()
     assert "may not resize the arena" in run_python(program).stdout
 
 
+@pytest.mark.check
 def test_registered_buffers_follow_the_size() -> None:
     if "registered" not in ffserve.engine.io.probe():
         pytest.skip("no registered buffers here")

@@ -37,6 +37,7 @@ def truth(path: str) -> list[tuple[int, str]]:
 Truth = list[tuple[int, str]]
 
 
+@pytest.mark.check
 def test_same_samples_with_and_without_a_daemon(path: str, truth: Truth) -> None:
     with jobs(1, path, "off") as [alone]:
         expected, source, _ = alone.end()
@@ -49,6 +50,7 @@ def test_same_samples_with_and_without_a_daemon(path: str, truth: Truth) -> None
             assert sorted(got) == truth
 
 
+@pytest.mark.check
 def test_daemon_killed_in_mid_epoch_and_started_again(path: str, truth: Truth) -> None:
     with serving(arena="4MiB") as daemon, jobs(3, path, daemon.socket, pause=0.1) as running:
         assert daemon.end(signal.SIGKILL) == -signal.SIGKILL
@@ -61,6 +63,7 @@ def test_daemon_killed_in_mid_epoch_and_started_again(path: str, truth: Truth) -
             assert (source, err) == (f"daemon {daemon.socket}", "")
 
 
+@pytest.mark.check
 def test_daemon_restarted_three_times(path: str, truth: Truth) -> None:
     with serving() as daemon, jobs(2, path, daemon.socket, pause=0.03) as running:
         for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGTERM):
@@ -71,6 +74,7 @@ def test_daemon_restarted_three_times(path: str, truth: Truth) -> None:
             assert sorted(job.end()[0]) == truth
 
 
+@pytest.mark.check
 def test_a_killed_job_does_not_disturb_other_jobs(path: str, truth: Truth) -> None:
     with serving(arena="2MiB") as daemon, jobs(3, path, daemon.socket, pause=0.01) as running:
         running[0].kill()
@@ -79,6 +83,7 @@ def test_a_killed_job_does_not_disturb_other_jobs(path: str, truth: Truth) -> No
         until(lambda: not daemon.status()["shards"][0]["sessions"], "all sessions ended")
 
 
+@pytest.mark.check
 def test_worker_killed_in_mid_epoch(path: str, truth: Truth) -> None:
     with serving(arena="2MiB") as daemon, jobs(2, path, daemon.socket, pause=0.02) as running:
         os.kill(running[0].workers[0], signal.SIGKILL)
@@ -136,6 +141,7 @@ def conversation(*arguments: Any) -> Iterator[Any]:
         yield process, read
 
 
+@pytest.mark.check
 def test_auto_reads_without_the_daemon_warns_once_and_returns(path: str) -> None:
     with serving() as daemon, conversation(path, daemon.socket, "auto", 0.2) as (process, read):
         assert read().startswith("1 daemon ")
@@ -146,10 +152,11 @@ def test_auto_reads_without_the_daemon_warns_once_and_returns(path: str) -> None
         both = f"1 daemon {daemon.socket} daemon {daemon.socket}\n"
         until(lambda: read() == both, "both readers use the daemon again")
         _, err = process.communicate()
-        assert err.count("the daemon went away, reading without it") == 1, err
+        assert err.count("the daemon went away, so this process reads the files") == 1, err
         assert len(err.splitlines()) == 1, err
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("how", ["require", "path"])
 def test_a_required_daemon_that_does_not_return(path: str, how: str) -> None:
     with serving() as daemon:
@@ -163,6 +170,7 @@ def test_a_required_daemon_that_does_not_return(path: str, how: str) -> None:
             assert process.poll() is None
 
 
+@pytest.mark.check
 def test_file_replaced_while_the_daemon_was_away(tmp_path: Path) -> None:
     path = write(tmp_path / "a.ffr", [sample(i, SIZES) for i in range(COUNT)])
     with serving() as daemon, conversation(path, daemon.socket, "auto", 30) as (_, read):
@@ -173,6 +181,7 @@ def test_file_replaced_while_the_daemon_was_away(tmp_path: Path) -> None:
         assert read().startswith("FormatError ")
 
 
+@pytest.mark.check
 def test_daemon_that_serves_other_roots_after_its_restart(tmp_path: Path) -> None:
     path = write(tmp_path / "a.ffr", [sample(i, SIZES) for i in range(COUNT)])
     (tmp_path / "elsewhere").mkdir()
@@ -186,6 +195,7 @@ def test_daemon_that_serves_other_roots_after_its_restart(tmp_path: Path) -> Non
         assert "outside its roots" in err
 
 
+@pytest.mark.check
 def test_hits_continue_while_no_daemon_runs(path: str) -> None:
     with serving() as daemon, daemon.open(path) as reader:
         expected = reader.read_batch(range(100)).buffer.tobytes()
@@ -197,6 +207,7 @@ def test_hits_continue_while_no_daemon_runs(path: str) -> None:
         assert reader[1000].tobytes() == sample(1000, SIZES)
 
 
+@pytest.mark.check
 def test_iteration_continues_across_a_restart(path: str) -> None:
     with serving() as daemon, daemon.open(path) as reader:
         got = []
@@ -208,6 +219,7 @@ def test_iteration_continues_across_a_restart(path: str) -> None:
         assert got == [sample(i, SIZES) for i in range(COUNT)]
 
 
+@pytest.mark.check
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # unclosed socket
 def test_unclosed_readers_keep_no_descriptors_of_ended_daemons(path: str) -> None:
     with serving() as daemon, daemon.open(path) as reader:
@@ -238,6 +250,7 @@ print(reader.source, len(reader.read_batch(range(1000))), reader.source, flush=T
 """
 
 
+@pytest.mark.check
 def test_a_stopped_daemon_counts_as_lost(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving() as daemon:
         monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
@@ -246,7 +259,7 @@ def test_a_stopped_daemon_counts_as_lost(path: str, monkeypatch: pytest.MonkeyPa
             with stopped(daemon.pid):
                 out, err = client.communicate("go\n", timeout=DEADLINE_S)
             assert out == f"daemon {daemon.socket} 1000 engine {out.split()[-1]}\n", (out, err)
-            assert "reading without it" in err
+            assert "reads the files without it" in err
 
 
 BUSY = """
@@ -263,6 +276,7 @@ print(len(reader.read([0])), reader.source, "unserved" in reader.stats(), flush=
 """
 
 
+@pytest.mark.check
 def test_a_daemon_with_a_late_welcome_was_left_for_ever_without_a_warning(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,7 +290,8 @@ def test_a_daemon_with_a_late_welcome_was_left_for_ever_without_a_warning(
         assert out == f"1 daemon {daemon.socket} False\n"
         [line] = err.splitlines()
         assert line.startswith(
-            f"WARNING reading without the daemon: {daemon.socket}: the handshake "
+            "WARNING this process reads the files without the daemon: "
+            f"{daemon.socket}: the handshake "
         )
         assert "server='require'" in line
 

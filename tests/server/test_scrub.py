@@ -40,6 +40,7 @@ def scrubbed(daemon: Daemon) -> dict[str, Any]:
     return {**facts["scrub"], "damaged": shard["damaged"]}
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("damaged", FORMATS, indirect=True)
 def test_an_idle_daemon_finds_damage(damaged: str) -> None:
     with serving(options=["--scrub-rate", "100MiB"], patch=SOON) as daemon, daemon.open(damaged):
@@ -50,6 +51,7 @@ def test_an_idle_daemon_finds_damage(damaged: str) -> None:
         assert daemon.cache()["asked"] == 0
 
 
+@pytest.mark.check
 def test_it_keeps_to_its_rate_and_ends_with_the_setting(damaged: str) -> None:
     with serving(patch=SOON) as daemon, daemon.open(damaged):
         time.sleep(1)
@@ -62,6 +64,7 @@ def test_it_keeps_to_its_rate_and_ends_with_the_setting(damaged: str) -> None:
         assert time.monotonic() - begun > COUNT * SIZE / (1 << 20) - 1
 
 
+@pytest.mark.check
 def test_it_pauses_while_there_are_requests(damaged: str) -> None:
     patch = "from ffserve.server.files import scrub; scrub.IDLE_S, scrub.LOOK_S = 1.0, 0.1"
     with (
@@ -90,6 +93,7 @@ def run_scrub(*arguments: str) -> tuple[int, dict[str, Any]]:
     return run.returncode, json.loads(run.stdout)
 
 
+@pytest.mark.check
 def test_the_command_reads_what_the_daemon_has_open(damaged: str) -> None:
     with serving() as daemon, daemon.open(damaged):
         code, facts = run_scrub("--socket", daemon.socket, "--rate", "1GiB")

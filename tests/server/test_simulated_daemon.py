@@ -86,7 +86,10 @@ def measured(path: str, job_count: int) -> float:
     return 1 - float(reads) / (job_count * EPOCHS * COUNT)
 
 
-@pytest.mark.parametrize("job_count", (pytest.param(1, marks=pytest.mark.soak), 2))
+@pytest.mark.parametrize(
+    "job_count",
+    [pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.check)],
+)
 def test_a_simulation_promised_more_hits_than_the_daemon_delivered(
     tmp_path: Path, job_count: int
 ) -> None:

@@ -128,6 +128,7 @@ def test_the_drop_in_and_its_loader_do_the_same(
     caplog.clear()
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name", ["path", "chunked"])
 def test_a_refused_request_is_freed_at_once(
     name: str,
@@ -237,6 +238,7 @@ def test_an_arena_full_of_leases_delays_one_read_only(
         caplog.clear()
 
 
+@pytest.mark.check
 def test_an_arena_that_stays_full_is_asked_ever_more_seldom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,6 +275,7 @@ def test_the_daemon_is_asked_again_later(
             assert time.monotonic() - began > 0.5
 
 
+@pytest.mark.check
 def test_a_fork_and_a_close_leave_nothing_open(auto: Daemon, path: str) -> None:
     done = run_python(
         "import os, sys, logging, asyncio, ffserve, ffserve.aio\n"

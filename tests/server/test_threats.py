@@ -81,6 +81,7 @@ def test_a_chain_of_links_was_an_internal_error(daemon: Daemon) -> None:
     assert [each["shards"] for each in facts["domains"]] == [1, 1]
 
 
+@pytest.mark.check
 def test_files_of_a_server_with_rules_of_its_own_are_not_common() -> None:
     """Permission bits of AFS and CIFS do not tell who may read; here ext4 or tmpfs stands for
     them."""
@@ -101,6 +102,7 @@ def test_files_of_a_server_with_rules_of_its_own_are_not_common() -> None:
 # ---- what one user can take --------------------------------------------------------------------
 
 
+@pytest.mark.check
 def test_each_file_system_of_a_user_took_a_thread_and_a_ring(daemon: Daemon) -> None:
     program = (
         SUPPORT
@@ -152,6 +154,7 @@ def lingering() -> socket.socket:
 _kept: list[socket.socket] = []
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("kernel", ["refuses", "cannot refuse"])
 @pytest.mark.parametrize("how", ["unasked", "asked", "left", "before HELLO"])
 def test_a_connection_that_lingers_stopped_the_daemon(how: str, kernel: str) -> None:
@@ -189,6 +192,7 @@ def test_a_connection_that_lingers_stopped_the_daemon(how: str, kernel: str) -> 
 # ---- what others plant -----------------------------------------------------------------------
 
 
+@pytest.mark.check
 def test_a_pipe_in_the_place_of_an_index_file_made_the_opening_fail(daemon: Daemon) -> None:
     """Everybody who may write to the directory could hinder its readers."""
     large = [bytes([k]) * 30_000 for k in range(60)]
@@ -211,6 +215,7 @@ def test_a_pipe_in_the_place_of_an_index_file_made_the_opening_fail(daemon: Daem
     until(lambda: daemon.fd_count() <= before + 3, "no pipe is held")
 
 
+@pytest.mark.check
 def test_a_link_in_the_place_of_the_lock_destroyed_its_target() -> None:
     """The daemon wrote its number into the file."""
     daemon = Daemon()
@@ -283,6 +288,7 @@ def sample_of(raw: Raw, welcome: protocol.Welcome, opened: protocol.Opened, tag:
     return memory.arena[place : place + int(entry["length_low"])].tobytes()
 
 
+@pytest.mark.check
 def test_a_descriptor_of_another_file_than_asked_is_that_file(daemon: Daemon) -> None:
     """Its identity is taken from it: the file that was named stays what it is for others."""
     named = write(daemon.directory / "named.ffr", TRUTH)
@@ -302,6 +308,7 @@ def test_a_descriptor_of_another_file_than_asked_is_that_file(daemon: Daemon) ->
         assert sample_of(raw, welcome, raw.open(named, tag=3), 4) == TRUTH[3]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("size", [0, 5, 200, 10_000])
 def test_a_file_that_is_cut_between_opening_and_passing(daemon: Daemon, size: int) -> None:
     path = write(daemon.directory / "cut.ffr", TRUTH)
@@ -330,6 +337,7 @@ def test_a_file_that_is_cut_between_opening_and_passing(daemon: Daemon, size: in
     assert read_by(daemon, write(path, TRUTH), ALICE) == TRUTH
 
 
+@pytest.mark.check
 def test_a_file_in_memory_that_shrinks_while_it_is_read(daemon: Daemon) -> None:
     """A memfd passes for a file of tmpfs; its owner can cut it at any time."""
     program = """

@@ -92,6 +92,7 @@ def arena_pages(running: Daemon) -> dict[int, int]:
     return sizes
 
 
+@pytest.mark.check
 def test_a_raw_hello_and_an_mmap_found_all_private_samples_of_another_user() -> None:
     with daemon_of() as running:
         hers = private(running.directory, ALICE, "hers.ffr", 1)
@@ -105,6 +106,7 @@ def test_a_raw_hello_and_an_mmap_found_all_private_samples_of_another_user() -> 
         assert as_user(ALICE, SEARCH, running.socket, hers, *wanted) == "4 0 1"
 
 
+@pytest.mark.check
 def test_two_users_share_the_samples_of_a_common_file_once() -> None:
     with daemon_of() as running:
         path = public(running.directory, "shared.ffr", 2)
@@ -116,6 +118,7 @@ def test_two_users_share_the_samples_of_a_common_file_once() -> None:
         assert len(arena_pages(running)) == 1
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("place", ["file", "folder", "acl"])
 def test_what_not_everybody_may_read_is_not_common(place: str) -> None:
     with daemon_of() as running:
@@ -140,6 +143,7 @@ def test_what_not_everybody_may_read_is_not_common(place: str) -> None:
         assert len(arena_pages(running)) == 2
 
 
+@pytest.mark.check
 def test_a_name_that_leads_to_a_common_file_by_links_is_as_good() -> None:
     with daemon_of() as running:
         folder = running.directory / "inner"
@@ -160,6 +164,7 @@ def test_a_name_that_leads_to_a_common_file_by_links_is_as_good() -> None:
         assert len(arena_pages(running)) == 1
 
 
+@pytest.mark.check
 def test_files_that_the_daemons_own_user_may_read_are_common_if_the_administrator_says_so() -> None:
     for option, copies in (["--common", "user"], 1), ([], 2):
         with serving(arena="16MiB") as probe:
@@ -195,6 +200,7 @@ def test_a_daemon_that_may_read_everything_does_not_share_what_it_may_read() -> 
     assert done.returncode == 2 and "may read every file" in done.stderr
 
 
+@pytest.mark.check
 def test_the_roots_of_two_containers_are_two_users() -> None:
     with daemon_of() as running:
         path = private(running.directory, 0, "roots.ffr", 3)
@@ -227,6 +233,7 @@ def in_container(program: str, *arguments: Any, mount: str | Path) -> list[str]:
     return [about.split()[0], *printed.split()]
 
 
+@pytest.mark.check
 def test_a_container_got_the_samples_of_one_that_had_ended() -> None:
     """The kernel gives the numbers of namespaces again; the second root had the first one's domain.
 
@@ -256,6 +263,7 @@ os.chmod(path, 0o600)
         until(lambda: not any(each["shards"] for each in own()), "the samples are dropped")
 
 
+@pytest.mark.check
 def test_root_of_a_container_was_told_everything_and_could_resize() -> None:
     program = """
 from ffserve.client.daemon import connection
@@ -281,6 +289,7 @@ with support.Raw(sys.argv[1]) as raw:
             assert len(running.status()["shards"]) == 2
 
 
+@pytest.mark.check
 def test_memory_moves_between_users_and_never_exceeds_the_arena() -> None:
     with daemon_of() as running:
         mine = private(running.directory, ALICE, "a.ffr", 4, 6000)
@@ -300,6 +309,7 @@ def test_memory_moves_between_users_and_never_exceeds_the_arena() -> None:
         assert running.status()["arena"]["used"] <= 16 * MIB
 
 
+@pytest.mark.check
 def test_memory_that_moved_holds_nothing_of_the_user_who_had_it() -> None:
     """All that the second user can map is searched for what the first one had there."""
     with daemon_of() as running:
@@ -314,6 +324,7 @@ def test_memory_that_moved_holds_nothing_of_the_user_who_had_it() -> None:
         assert words == ["4", "100", "101"], "his own, which were just read, and none of hers"
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("how", ["chmod", "group", "acl", "directory"])
 def test_a_file_that_becomes_private_is_shared_no_longer(how: str) -> None:
     with daemon_of("--close-after", "0") as running:
@@ -383,6 +394,7 @@ with ffserve.open(sys.argv[2:], server=sys.argv[1]) as reader:
         assert len(arena_pages(running)) == 2
 
 
+@pytest.mark.check
 def test_status_told_everybody_the_files_and_jobs_of_all() -> None:
     status = """
 from ffserve.client.daemon import connection

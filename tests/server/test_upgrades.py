@@ -276,6 +276,7 @@ def test_the_next_daemon_serves_todays_client(file: str) -> None:
             assert [len(each) for each in reader.read(range(5))] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.check
 def test_todays_daemon_serves_the_next_client(file: str) -> None:
     with serving() as daemon:
         done = run_python(NEXT + READING, file, daemon.socket)
@@ -301,6 +302,7 @@ def test_a_client_of_before_access_by_descriptor_is_told_to_upgrade() -> None:
         assert told.startswith("upgrade ffserve in this client (ffserve 0.0.1), which speaks ver")
 
 
+@pytest.mark.check
 def test_a_daemon_of_two_versions_before_is_named(file: str) -> None:
     with serving(expect=REFUSED) as daemon:
         program = AFTER + READING
@@ -311,4 +313,4 @@ def test_a_daemon_of_two_versions_before_is_named(file: str) -> None:
         program = f"import os, sys\nos.environ['FFSERVE_SOCKET'] = sys.argv[2]\n{program}"
         done = run_python(program, file, daemon.socket)
         assert done.stdout == 2 * "[0, 1, 2, 3, 4]\n"
-        assert "reading without the daemon: upgrade the daemon (ffserve" in done.stderr
+        assert "the files without the daemon: upgrade the daemon (ffserve" in done.stderr

@@ -181,6 +181,7 @@ def found(facts: dict[str, Any]) -> str:
     return max(recent, key=recent.__getitem__)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_cause_is_found(paths: list[str], fault: str) -> None:
     with FAULTS[fault](paths) as (cause, facts):
@@ -269,6 +270,7 @@ def competition(tmp_path_factory: pytest.TempPathFactory) -> Competition:
     return Competition(jobs, seconds("request_duration_seconds_sum"), *phases)
 
 
+@pytest.mark.check
 def test_requests_took_no_longer_than_until_the_last_message(competition: Competition) -> None:
     """Their durations ended at the time of the last message, long before their reads had."""
     # A request waits for its turn, then for one batch past the page cache and one through it.
@@ -413,6 +415,7 @@ def test_nothing_is_taken_without_another_job() -> None:
     assert job.causes["taken"] == 0 and job.taken_by is None
 
 
+@pytest.mark.check
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_the_name_of_another_users_job_is_not_shown() -> None:
     become = f"import os\nos.setgroups([]); os.setgid({ALICE}); os.setuid({ALICE})\n"

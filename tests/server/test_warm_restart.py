@@ -75,6 +75,7 @@ def read_count(daemon: Daemon) -> int:
 # ---- what is kept -------------------------------------------------------------------------------
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_read_again_after_a_restart(paths: list[str], number: int) -> None:
     with managed() as daemon:
@@ -125,6 +126,7 @@ def read_as_owners(daemon: Daemon, private: dict[int, tuple[Path, list[bytes]]])
         assert found == hashlib.sha256(b"".join(samples)).hexdigest()
 
 
+@pytest.mark.check
 def test_samples_of_every_user_are_kept_apart_and_kept() -> None:
     with managed() as daemon:
         private = private_files(daemon)
@@ -147,6 +149,7 @@ def test_samples_of_every_user_are_kept_apart_and_kept() -> None:
         ]
 
 
+@pytest.mark.check
 def test_memory_of_a_user_that_is_lost_is_given_to_the_next_user() -> None:
     """Slots of it that were being filled stayed in place, under a number that the next user got,
     who then found another file's pages there."""
@@ -175,6 +178,7 @@ def test_memory_of_a_user_that_is_lost_is_given_to_the_next_user() -> None:
             read_as_owners(daemon, {uid: private[uid] for uid in (4002, 4001)})
 
 
+@pytest.mark.check
 def test_shards_beyond_the_limit_wait_for_their_jobs(tmp_path: Path) -> None:
     patch = "import ffserve.limits as c; c.MOST_CLOSED = 2\n"
     patch += "import ffserve.server.sessions.server as s; s.TEND_INTERVAL_S = 0.05"
@@ -190,6 +194,7 @@ def test_shards_beyond_the_limit_wait_for_their_jobs(tmp_path: Path) -> None:
         assert read_count(daemon) == 0
 
 
+@pytest.mark.check
 def test_a_file_that_changed_meanwhile_is_read_anew(tmp_path: Path) -> None:
     path = write(tmp_path / "a.ffr", SAMPLES[:50])
     with managed() as daemon:
@@ -203,6 +208,7 @@ def test_a_file_that_changed_meanwhile_is_read_anew(tmp_path: Path) -> None:
         assert read_count(daemon) > 0
 
 
+@pytest.mark.check
 def test_a_smaller_arena_keeps_what_fits_into_it(paths: list[str]) -> None:
     with managed(arena="16MiB", options=["--max-arena", "64MiB"]) as daemon:
         with daemon.open(paths[0]) as reader:
@@ -221,6 +227,7 @@ def test_a_smaller_arena_keeps_what_fits_into_it(paths: list[str]) -> None:
         assert daemon.status()["arena"]["size"] == 32 << 20
 
 
+@pytest.mark.check
 def test_numbers_are_not_given_again_after_a_restart(paths: list[str], tmp_path: Path) -> None:
     other = write(tmp_path / "b.ffr", SAMPLES[:30])
     with managed() as daemon:
@@ -298,6 +305,7 @@ def kill_again_and_again(paths: list[str], count: int, seed: int, arena: str) ->
             assert inventory.get("generation") == count + 1, "no start was cold"
 
 
+@pytest.mark.check
 def test_no_sample_is_wrong_after_kills_while_slots_are_filled(paths: list[str]) -> None:
     kill_again_and_again(paths, 6, 1, "1MiB")
 
@@ -309,7 +317,9 @@ def test_many_kills(paths: list[str], arena: str) -> None:
     kill_again_and_again(paths, int(os.environ.get("FFSERVE_KILLS", "100")), 2, arena)
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "count", [pytest.param(4, marks=pytest.mark.check), pytest.param(20, marks=pytest.mark.soak)]
+)
 def test_killed_while_it_takes_over(paths: list[str], count: int) -> None:
     with managed(arena="4MiB") as daemon:
         with daemon.open(paths[0]) as reader:
@@ -327,6 +337,7 @@ def test_killed_while_it_takes_over(paths: list[str], count: int) -> None:
                     assert contents(reader) == truth
 
 
+@pytest.mark.check
 def test_slots_that_were_being_filled_are_not_used_for_a_time(paths: list[str]) -> None:
     from ffserve.engine.slots import LOADING, RESIDENT
 
@@ -376,6 +387,7 @@ def left_memory(daemon: ManagedDaemon, path: str) -> None:
     daemon.end(signal.SIGKILL)
 
 
+@pytest.mark.check
 def test_another_layout_starts_cold_and_says_so(paths: list[str]) -> None:
     with managed(expect=[COLD]) as daemon:
         left_memory(daemon, paths[0])
@@ -474,7 +486,7 @@ def test_files_that_are_not_what_they_should_be(
     [
         ("magic", 0, "begins with other bytes"),
         ("slabs", 1 << 40, "invalid sizes"),
-        ("slabs", 3, "is not what 3 slabs need"),
+        ("slabs", 3, "does not fit its 3 slabs"),
         ("slab_size", 12345, "invalid sizes"),
         ("capacity", 3, "invalid sizes"),
         ("generation", 0, "invalid generation"),
@@ -494,6 +506,7 @@ def test_headers_that_are_not_believed(
         not_taken(fds, reason)
 
 
+@pytest.mark.check
 def test_a_lost_file_starts_cold_and_says_so(paths: list[str]) -> None:
     with managed(expect=[COLD, r"dropped the samples of .*"]) as daemon:
         left_memory(daemon, paths[0])
@@ -501,6 +514,7 @@ def test_a_lost_file_starts_cold_and_says_so(paths: list[str]) -> None:
         cold(daemon, "starting with empty memory", paths[0])
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("seed", range(4))
 def test_garbage_in_the_tables_is_never_served(paths: list[str], seed: int) -> None:
     """Whatever the tables hold, a sample is right, or read again."""
@@ -526,6 +540,7 @@ def test_garbage_in_the_tables_is_never_served(paths: list[str], seed: int) -> N
                     assert contents(reader) == truth
 
 
+@pytest.mark.check
 def test_shards_are_compared_with_their_files(paths: list[str]) -> None:
     """A wrong size made other blocks of the samples, and a wrong kind of checksum verified none."""
     for field, value in (("payload_size", 1 << 40), ("checksum_kind", 0), ("alignment", 1 << 15)):
@@ -540,6 +555,7 @@ def test_shards_are_compared_with_their_files(paths: list[str]) -> None:
             assert read_count(daemon) > 0, field
 
 
+@pytest.mark.check
 def test_entries_that_point_elsewhere_are_dropped(paths: list[str]) -> None:
     from ffserve.engine.slots import ENTRY_DTYPE
     from ffserve.system.memfd import MemoryFile, SharedMemory
@@ -565,6 +581,7 @@ def test_entries_that_point_elsewhere_are_dropped(paths: list[str]) -> None:
         assert 0 < read_count(daemon) < 200
 
 
+@pytest.mark.check
 def test_memory_in_doubt_is_not_taken_over(paths: list[str], tmp_path: Path) -> None:
     """After an internal error the tables may be wrong."""
     trigger = tmp_path / "now"
@@ -591,6 +608,7 @@ Server._show_life = faulty
         cold(daemon, "ended with an internal error", paths[0])
 
 
+@pytest.mark.check
 def test_a_stopped_service_keeps_nothing(paths: list[str]) -> None:
     with managed() as daemon:
         left_memory(daemon, paths[0])
@@ -604,6 +622,7 @@ def test_a_stopped_service_keeps_nothing(paths: list[str]) -> None:
 # ---- leases -------------------------------------------------------------------------------------
 
 
+@pytest.mark.check
 def test_leased_samples_stay_in_place_until_their_reader_is_gone(paths: list[str]) -> None:
     patch = "import ffserve.server.life.daemon as d; d.SETTLE_INTERVAL_S = 0.05"
     with managed(arena="4MiB", patch=patch) as daemon:
@@ -626,6 +645,7 @@ def test_leased_samples_stay_in_place_until_their_reader_is_gone(paths: list[str
         other.close()
 
 
+@pytest.mark.check
 def test_leased_samples_of_a_lost_shard_stay_over_two_restarts(paths: list[str]) -> None:
     """The second successor took their slots for slots that were being filled, and used them."""
     patch = (
@@ -669,6 +689,7 @@ def taking_over(daemon: Daemon, *options: str) -> Iterator[subprocess.Popen[str]
         heir.communicate()
 
 
+@pytest.mark.check
 def test_a_daemon_takes_over_from_a_running_one(paths: list[str]) -> None:
     with serving(expect=[r"stopping: \d+ clients, another daemon takes over"]) as daemon:
         readers = [daemon.open(path) for path in paths]
@@ -720,6 +741,7 @@ def test_only_its_own_user_takes_a_daemon_over(paths: list[str]) -> None:
             assert contents(reader) == SAMPLES
 
 
+@pytest.mark.check
 def test_no_handover_without_a_daemon_or_under_a_service_manager(paths: list[str]) -> None:
     daemon = Daemon()
     done = subprocess.run([*daemon.command, "--handover"], capture_output=True, text=True)
@@ -732,6 +754,7 @@ def test_no_handover_without_a_daemon_or_under_a_service_manager(paths: list[str
             assert contents(reader) == SAMPLES
 
 
+@pytest.mark.check
 def test_settings_that_cannot_be_do_not_end_the_daemon_before(paths: list[str]) -> None:
     """They were noticed after it had handed over."""
     with serving() as daemon, daemon.open(paths[0]) as reader:
@@ -788,6 +811,7 @@ def test_a_daemon_that_dies_while_it_hands_over(after: str, tmp_path: Path) -> N
     until(lambda: len(os.listdir("/proc/self/fd")) <= before, "nothing is held")
 
 
+@pytest.mark.check
 def test_http_is_handed_over(paths: list[str]) -> None:
     with contextlib.closing(Daemon()) as place:
         http = str(place.directory / "http")

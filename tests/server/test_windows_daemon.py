@@ -39,6 +39,7 @@ def reads(daemon: Daemon) -> int:
     return int(daemon.status()["engine"]["reads"])
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("in_flight", [False, True], ids=["one batch", "several in flight"])
 def test_small_records_of_a_windowed_order_were_read_one_by_one(
     daemon: Daemon, path: str, in_flight: bool

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from pathlib import Path
 
+import pytest
 import random_client
 from daemon import DEADLINE_S, Daemon, damage, serving, stopped, until, write
 
@@ -78,6 +79,7 @@ class Client:
         self.process.communicate()
 
 
+@pytest.mark.check
 def test_for_a_while(tmp_path: Path) -> None:
     chance = random.Random(0)
     paths = [

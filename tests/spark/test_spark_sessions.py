@@ -63,7 +63,7 @@ def test_writes_that_pass_save_by_are_refused_and_change_nothing(spark: Any, tab
     before = sorted(table.rglob("*"))
     for name, write in ways.items():
         with pytest.raises(
-            AnalysisException, match=r"only DataFrameWriter\.save of Python"
+            AnalysisException, match=r"only with DataFrameWriter\.save of Python"
         ) as found:
             write()
         assert 'format("tfrecord").save(path)' in str(found.value), name

@@ -208,6 +208,33 @@ def test_integers_that_a_float_cannot_hold_are_an_error(spark: Any, tmp_path: Pa
 # ---- partitions ----------------------------------------------------------------------------------
 
 
+def test_options_of_create_table_were_unknown(spark: Any, out: str) -> None:
+    writer = spark.createDataFrame([(1, [["a"]])], "id long, words array<array<string>>").write
+    writer.format("tfrecord").option("recordType", "SequenceExample").save(out)
+    spark.sql(
+        f"CREATE TABLE of_options USING tfrecord OPTIONS (recordType 'SequenceExample', "
+        f"path '{out}', on_error 'skip')"
+    )
+    try:
+        assert rows(spark.table("of_options")) == [(1, [["a"]])]
+    finally:
+        spark.sql("DROP TABLE of_options")
+
+
+def test_a_partition_column_in_another_case_was_no_column(spark: Any, out: str) -> None:
+    df = spark.createDataFrame([(1, "a"), (2, "b")], "number long, Text string")
+    df.write.format("tfrecord").partitionBy("NUMBER").save(f"{out}/1")
+    found = spark.read.format("tfrecord").load(f"{out}/1")
+    assert found.columns == ["Text", "number"]
+    assert sorted(rows(found.select("NUMBER", "text"))) == [(1, "a"), (2, "b")]
+    spark.conf.set("spark.sql.caseSensitive", "true")
+    try:
+        with pytest.raises(AnalysisException, match="NUMBER"):
+            df.write.format("tfrecord").partitionBy("NUMBER").save(f"{out}/2")
+    finally:
+        spark.conf.unset("spark.sql.caseSensitive")
+
+
 def test_partition_values_with_escapes_nulls_and_types(spark: Any, out: str) -> None:
     day = datetime.date(2024, 2, 29)
     moment = datetime.datetime(2024, 1, 2, 3, 4, 5, 600000)
@@ -331,9 +358,9 @@ def test_max_records_per_file(spark: Any, out: str) -> None:
     ("codec", "suffix"),
     [
         ("gzip", ".tfrecord.gz"),
-        ("deflate", ".tfrecord.zlib"),
+        ("deflate", ".tfrecord.deflate"),
         ("org.apache.hadoop.io.compress.GzipCodec", ".tfrecord.gz"),
-        ("org.apache.hadoop.io.compress.DefaultCodec", ".tfrecord.zlib"),
+        ("org.apache.hadoop.io.compress.DefaultCodec", ".tfrecord.deflate"),
         ("none", ".tfrecord"),
     ],
 )
@@ -500,7 +527,7 @@ def test_cut_empty_and_foreign_files(spark: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "a.tfrecord").touch()
     assert rows(schema.load(str(tmp_path / "empty"))) == []
-    with pytest.raises(AnalysisException, match="no schema: there are no files with columns"):
+    with pytest.raises(AnalysisException, match="cannot infer a schema: no file has columns"):
         read(spark, str(tmp_path / "empty"))
     mixed = tmp_path / "mixed"
     mixed.mkdir()

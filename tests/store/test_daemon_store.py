@@ -94,6 +94,7 @@ def on_disk_size(directory: Path) -> int:
     return int(found.stdout.split()[0])
 
 
+@pytest.mark.check
 def test_every_format_is_read_through_the_store_once(origin: HttpOrigin, tmp_path: Path) -> None:
     urls, wanted = [], []
     for k, (format, options) in enumerate(FORMATS):
@@ -179,7 +180,9 @@ def test_an_announced_order_is_fetched_ahead_by_the_daemon(
         assert plain(reader.read([3, 400])) == [samples[3], samples[400]]
 
 
-@pytest.mark.parametrize("case", [0, pytest.param(4, marks=pytest.mark.stores)])
+@pytest.mark.parametrize(
+    "case", [pytest.param(0, marks=pytest.mark.check), pytest.param(4, marks=pytest.mark.stores)]
+)
 def test_with_little_room_samples_pass_the_store(
     origin: HttpOrigin, tmp_path: Path, case: int
 ) -> None:
@@ -218,6 +221,7 @@ def test_a_killed_daemon_finds_what_was_fetched(origin: HttpOrigin, tmp_path: Pa
             assert plain(reader.read_batch(range(300))) == new
 
 
+@pytest.mark.check
 def test_an_origin_that_stalls_holds_up_nobody_else(origin: HttpOrigin, tmp_path: Path) -> None:
     samples = samples_of(300, 6000)
     local = tmp_path / "local.ffr"
@@ -250,6 +254,7 @@ def test_an_origin_that_stalls_holds_up_nobody_else(origin: HttpOrigin, tmp_path
             reader.close()
 
 
+@pytest.mark.check
 def test_who_sent_a_remote_file_together_with_one_that_stalls_held_up_its_first_opener(
     origin: HttpOrigin, tmp_path: Path
 ) -> None:
@@ -301,6 +306,7 @@ def test_blocks_that_could_not_be_pinned_left_a_request_waiting(
         assert sum(origins) < fetches.PART_S
 
 
+@pytest.mark.check
 def test_errors_of_an_origin_are_those_of_the_caller(origin: HttpOrigin, tmp_path: Path) -> None:
     samples = samples_of(300, 6000)
     url = served(origin, tmp_path, samples)
@@ -456,6 +462,7 @@ def test_a_lost_daemon_is_replaced_by_ranged_reads(
     caplog.clear()
 
 
+@pytest.mark.check
 def test_a_handed_over_daemon_serves_remote_samples_from_memory(
     origin: HttpOrigin, tmp_path: Path
 ) -> None:

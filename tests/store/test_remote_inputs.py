@@ -109,13 +109,14 @@ def test_files_of_unknown_size(server: HttpOrigin, tmp_path: Path) -> None:
     server.cuts = 1 << 20
     with pytest.raises(ReadError, match=r"odd\.txt: the connection to the origin failed"):
         streamed(url)
-    with pytest.raises(ReadError, match="does not tell the size of the file"):
+    with pytest.raises(ReadError, match="does not report the size of the file"):
         fetching.listing(url)
 
 
 # ---- download ------------------------------------------------------------------------------------
 
 
+@pytest.mark.check
 def test_each_job_has_files_of_its_own(server: HttpOrigin, tmp_path: Path) -> None:
     """Two runs at once fetch each byte once. What one writes into its input, no other sees."""
     for number in range(3):
@@ -148,7 +149,7 @@ def test_a_killed_run_is_continued(server: HttpOrigin, tmp_path: Path) -> None:
     server.rate = 40e6
     first = start(tmp_path / "run", "--input", url, *shell("touch started"))
     # A thread asks for a block when it has kept the one before.
-    until(lambda: len(server.spans) >= fetching.THREADS + 4, "four blocks are kept")
+    until(lambda: len(server.spans) >= fetching.ORIGIN_THREADS + 4, "four blocks are kept")
     first.send_signal(signal.SIGKILL)
     first.communicate()
     assert os.listdir(tmp_path / "run" / "input") == [], "an incomplete file has no name"
@@ -159,6 +160,7 @@ def test_a_killed_run_is_continued(server: HttpOrigin, tmp_path: Path) -> None:
     assert server.total - before <= len(content) - (4 << 22)
 
 
+@pytest.mark.check
 def test_an_interrupted_run_ends_at_once(server: HttpOrigin, tmp_path: Path) -> None:
     url = server.put("a.bin", noise(1, 3 * SIZE))
     server.rate = 1e6
@@ -171,6 +173,7 @@ def test_an_interrupted_run_ends_at_once(server: HttpOrigin, tmp_path: Path) -> 
     assert not (tmp_path / "run" / "started").exists()
 
 
+@pytest.mark.check
 def test_what_the_store_evicts_stays_with_the_job(
     server: HttpOrigin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +185,7 @@ def test_what_the_store_evicts_stays_with_the_job(
         assert file.read_bytes() == noise(number, 3 * SIZE)
 
 
+@pytest.mark.check
 def test_a_store_with_less_room_than_one_file(
     server: HttpOrigin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,7 +320,7 @@ def test_a_stream_goes_on_where_it_was_cut(server: HttpOrigin) -> None:
 
 
 def test_a_changed_file_ends_a_stream(server: HttpOrigin, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "AHEAD_SIZE", 0)
+    monkeypatch.setattr(fetching, "MOST_READ_AHEAD", 0)
     url = server.put("a.txt", lines(1, 4 * SIZE))
     [listing] = find_inputs([url]).values()
     blocks = WorkerStream(
@@ -329,6 +333,7 @@ def test_a_changed_file_ends_a_stream(server: HttpOrigin, monkeypatch: pytest.Mo
             pass
 
 
+@pytest.mark.check
 def test_workers_of_a_stream_share_the_file(server: HttpOrigin, tmp_path: Path) -> None:
     content = [lines(number, 1 << 20) for number in range(4)]
     for number, text in enumerate(content):
@@ -342,6 +347,7 @@ def test_workers_of_a_stream_share_the_file(server: HttpOrigin, tmp_path: Path) 
     assert out == content[0].partition(b"\n")[0] + b"\n"
 
 
+@pytest.mark.check
 def test_a_stream_that_fails_ends_the_run(server: HttpOrigin, tmp_path: Path) -> None:
     """The program is not told the end of the data."""
     url = server.put("a.txt", lines(1, 4 * SIZE))
@@ -355,6 +361,7 @@ def test_a_stream_that_fails_ends_the_run(server: HttpOrigin, tmp_path: Path) ->
     assert not (tmp_path / "run" / "marker").exists()
 
 
+@pytest.mark.check
 def test_a_store_that_cannot_be_used_is_said_before_the_program_starts(
     server: HttpOrigin, tmp_path: Path
 ) -> None:

@@ -101,6 +101,7 @@ def plain(arrays: Any) -> list[bytes]:
 # ---- both ways -----------------------------------------------------------------------------------
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_every_format_reads_as_the_local_file(
     server: HttpOrigin, tmp_path: Path, way: str, case: int
@@ -339,6 +340,7 @@ def test_bad_input(server: HttpOrigin, tmp_path: Path, way: str) -> None:
 # ---- by ranges -----------------------------------------------------------------------------------
 
 
+@pytest.mark.check
 def test_neighbours_come_by_one_request_and_large_samples_by_several(
     server: HttpOrigin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,6 +361,7 @@ def test_neighbours_come_by_one_request_and_large_samples_by_several(
         assert len(server.spans) == 3
 
 
+@pytest.mark.check
 def test_requests_that_need_the_same_chunk_fetch_it_once(
     server: HttpOrigin, tmp_path: Path
 ) -> None:
@@ -370,6 +373,7 @@ def test_requests_that_need_the_same_chunk_fetch_it_once(
         assert server.total <= len(server.files["a.recordio"])
 
 
+@pytest.mark.check
 def test_a_scan_reads_ahead_in_order(server: HttpOrigin, tmp_path: Path) -> None:
     samples = [random.Random(k).randbytes(1000) for k in range(20_000)]
     url = served(server, tmp_path, "tfrecord", samples)
@@ -536,7 +540,7 @@ def test_without_a_daemon_that_can_be_started_ranges_are_read_and_it_is_said_onc
             assert plain(reader.read(range(50))) == samples
             assert reader.stats()["unserved"]
     (line,) = caplog.messages
-    assert line.startswith("reading without a daemon, none could be started: ")
+    assert line.startswith("no daemon could be started, so this process reads the files itself: ")
     caplog.clear()
 
 
@@ -603,6 +607,7 @@ def test_a_started_daemon_reads_with_what_its_user_has_if_that_is_what_the_clien
     caplog.clear()
 
 
+@pytest.mark.check
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_a_daemon_that_reads_for_its_own_user_reads_for_nobody_else(
     server: HttpOrigin, tmp_path: Path

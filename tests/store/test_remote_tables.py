@@ -43,6 +43,7 @@ def ids(table: RecordTable, piece: FilePiece) -> list[int]:
     ]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_pieces_of_remote_files_hold_each_record_once(
     server: HttpOrigin, tmp_path: Path, case: int

@@ -18,7 +18,7 @@ from ffserve.cli import run
 from ffserve.errors import ReadError, UsageError
 from ffserve.store import staging
 from ffserve.store.origin import ObjectVersion
-from ffserve.store.staging import Staging, plan
+from ffserve.store.staging import Staging, plan_staging
 
 pytest.importorskip("fsspec")
 pytest.importorskip("aiohttp")
@@ -42,6 +42,7 @@ def stage(*arguments: str) -> int:
     return run(["stage", *arguments])
 
 
+@pytest.mark.check
 def test_files_are_staged_once_and_again_when_they_changed(
     server: HttpOrigin, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,7 +123,7 @@ def test_names(server: HttpOrigin, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     def named(*names: str) -> list[str]:
         listed[:] = [ObjectVersion(f"s3://b/d/{name}", 1, "", 0) for name in names]
-        return [item.name for item in plan(["s3://b/d/"])]
+        return [item.name for item in plan_staging(["s3://b/d/"])]
 
     assert named("x", "e/x", "line\nbreak", "z" * 255) == ["x", "e/x", "line\nbreak", "z" * 255]
     for wrong in ("../x", "e/../x", "e//x", "z" * 256, ".ffserve-stage/x", "a\0b"):
@@ -132,9 +133,9 @@ def test_names(server: HttpOrigin, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         named("e", "e/x")
     listed[:] = [ObjectVersion("s3://b/one/x", 1, "", 0), ObjectVersion("s3://b/two/x", 1, "", 0)]
     with pytest.raises(UsageError, match="s3://b/one/x and s3://b/two/x"):
-        plan(["s3://b/*/x"])
+        plan_staging(["s3://b/*/x"])
     with pytest.raises(UsageError, match="not the URL of a remote file"):
-        plan(["/data/x"])
+        plan_staging(["/data/x"])
 
 
 def test_a_foreign_file_and_a_full_disk(
@@ -150,7 +151,7 @@ def test_a_foreign_file_and_a_full_disk(
     assert files_in(out) == {"a.bin": b"mine", "b.bin": b"b"}, "the other file was staged"
     monkeypatch.setattr(staging.shutil, "disk_usage", lambda _: _Full())
     with pytest.raises(ReadError, match="the disk has 5"):
-        Staging(str(tmp_path / "new"), plan([url]), lambda _: None)
+        Staging(str(tmp_path / "new"), plan_staging([url]), lambda _: None)
 
 
 class _Full:
@@ -161,7 +162,7 @@ def test_one_failing_file_does_not_stop_the_others(
     server: HttpOrigin, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     urls = [server.put(f"{k}.bin", noise(k, 1000)) for k in range(3)]
-    items = plan(urls)
+    items = plan_staging(urls)
     del server.files["1.bin"]
     done = Staging(str(tmp_path / "out"), items, lambda _: None).run()
     assert [each.error is None for each in done] == [True, False, True]
@@ -181,6 +182,7 @@ def test_warm(server: HttpOrigin, tmp_path: Path, capsys: pytest.CaptureFixture[
     capsys.readouterr()
 
 
+@pytest.mark.check
 def test_warm_evicts_no_file_for_a_later_one(
     server: HttpOrigin, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ffserve.errors import FFServeError, ReadError, UsageError
-from ffserve.store.credentials import MOST_TEXT, Access, collect, forget_own_settings, served
+from ffserve.limits import MOST_ACCESS
+from ffserve.store.credentials import Access, collect, forget_own_settings, served
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -36,7 +37,7 @@ def test_headers_travel_and_what_is_not_understood_does_not() -> None:
     fsspec.config.conf["http"] = {"client_kwargs": {"trust_env": True}}
     with pytest.raises(ReadError, match="the option 'trust_env' of http://"):
         collect(["http://a/x"])
-    fsspec.config.conf["http"] = {"headers": {"A": "b" * MOST_TEXT}}
+    fsspec.config.conf["http"] = {"headers": {"A": "b" * MOST_ACCESS}}
     with pytest.raises(ReadError, match="bytes cannot be passed"):
         collect(["http://a/x"])
     with pytest.raises(ReadError, match="the access to hdfs:// cannot be passed"):
@@ -190,7 +191,7 @@ def test_what_is_no_place_of_others_is_not_fetched(url: str) -> None:
         '{"hf": {"token": true}}', '{"hf": {"endpoint_url": "/x"}}', '{"hdfs": {}}',
         '{"webhdfs": {"kerberos": true}}', '{"webhdfs": {"session_verify": "/x"}}',
         '{"webhdfs": {"use_https": 1}}', '{"webhdfs": {"password": "x"}}',
-        "[" * 50_000, '"' + "x" * MOST_TEXT,
+        "[" * 50_000, '"' + "x" * MOST_ACCESS,
     ],
 )  # fmt: skip
 def test_an_invalid_access_is_refused(text: str) -> None:

@@ -154,6 +154,7 @@ def test_the_limit_holds_on_disk(directory: Path) -> None:
     assert store.evictions > 50
 
 
+@pytest.mark.check
 def test_a_store_of_more_objects_than_a_process_may_have_files(directory: Path) -> None:
     """Each object that nobody has open took two descriptors when blocks were evicted."""
     program = """

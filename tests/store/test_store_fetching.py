@@ -73,6 +73,7 @@ def _read_all(url: str, directory: str, barrier: object, results: object) -> Non
     results.put((len(got), got[:100], got[-100:]))  # type: ignore[attr-defined]
 
 
+@pytest.mark.check
 def test_processes_that_start_together_fetch_each_byte_once(
     server: HttpOrigin, tmp_path: Path
 ) -> None:
@@ -94,10 +95,11 @@ def test_processes_that_start_together_fetch_each_byte_once(
     assert server.sent["a.bin"] == len(content)
 
 
+@pytest.mark.check
 def test_soonest_needed_first(
     server: HttpOrigin, fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetching, "THREADS", 1)
+    monkeypatch.setattr(fetching, "ORIGIN_THREADS", 1)
     monkeypatch.setattr(fetching, "FETCH_SIZE", BLOCK)
     file = opened(fetcher, server.put("a.bin", noise(60 * BLOCK)))
     server.stalled.set()
@@ -116,7 +118,7 @@ def test_soonest_needed_first(
 def test_neighbours_come_by_one_request(
     server: HttpOrigin, fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetching, "THREADS", 1)
+    monkeypatch.setattr(fetching, "ORIGIN_THREADS", 1)
     monkeypatch.setattr(fetching, "FETCH_SIZE", 8 * BLOCK)
     content = noise(40 * BLOCK + 9)
     file = opened(fetcher, server.put("a.bin", content))
@@ -173,6 +175,7 @@ def test_failures_that_pass_are_survived(server: HttpOrigin, fetcher: Fetcher) -
     assert fetcher.content(file, 8 * BLOCK, len(content)) == content[8 * BLOCK :]
 
 
+@pytest.mark.check
 def test_a_failing_origin_is_asked_by_one_thread_at_a_time(
     server: HttpOrigin, fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -188,7 +191,7 @@ def test_a_failing_origin_is_asked_by_one_thread_at_a_time(
             future.result(30)
         assert failed.value.path == f"{server.url}/a.bin"
     assert server.requests["GET"] - before < 60
-    assert "the origin does not answer, it is asked less" in caplog.text
+    assert "the origin does not answer, so it is asked less often" in caplog.text
     caplog.clear()
     server.status = 0
 
@@ -313,7 +316,7 @@ def test_a_full_disk_is_read_past(
     monkeypatch.setattr(file.stored, "publish", full)
     assert fetcher.content(file, 10, len(content)) == content[10:]
     assert server.sent["a.bin"] == len(content)
-    assert caplog.text.count("cannot write, reading past it") == 1
+    assert caplog.text.count("cannot write blocks, so reads pass the store") == 1
     caplog.clear()
     assert not file.stored.state.words.any()
 

@@ -36,6 +36,7 @@ def warmed(daemon: Daemon, *arguments: str, capsys: pytest.CaptureFixture[str]) 
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.check
 def test_remote_files_are_in_store_and_memory(
     origin: HttpOrigin, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,7 @@ PRELUDE = """
 set -euo pipefail
 ffserve() {
     if [ "$1" = serve ]; then
+        case "$*" in *--arena*) ;; *) set -- "$@" --arena 32MiB ;; esac
         command ffserve "$@" 2> daemon.log & echo $! > daemon.pid
         for _ in $(seq 600); do [ -S "$FFSERVE_SOCKET" ] && return; sleep 0.05; done
         cat daemon.log; return 1

@@ -114,6 +114,7 @@ UNKNOWN = {
 }
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("own_generator", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
@@ -144,6 +145,7 @@ def test_the_loop_sees_what_torch_hands_out(
         assert trace(DataLoader, batch_size) == trace(torch.utils.data.DataLoader, batch_size)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("kind", ["shuffle", "random", "subset", "weighted", "distributed"])
 def test_workers_see_the_same(kind: str) -> None:
     def trace(loader_class: Any) -> list[Any]:
@@ -199,6 +201,7 @@ def test_any_random_sampler(n: int, count: int, seed: int) -> None:
 # What is announced
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_announced_is_what_is_handed_out(kind: str, num_workers: int) -> None:
@@ -247,6 +250,7 @@ def test_persistent_workers_draw_no_seed_from_the_generator() -> None:
     del loader
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
 def test_the_training_process_announces_and_not_its_workers(start_method: str) -> None:
     dataset = cases.Numbers(N)
@@ -627,6 +631,7 @@ def test_two_loaders_at_once_do_not_announce_again_and_again() -> None:
     assert len(dataset.reader.orders) == 4
 
 
+@pytest.mark.check
 def test_the_announcer_never_forgot_loaders_and_ids_of_objects_that_were_gone() -> None:
     gc.collect()
     before = len(announce._announcers)
@@ -712,6 +717,7 @@ def loader_over(dataset: Any, sampler: EpochSampler, **options: Any) -> DataLoad
     )
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
 def test_a_daemon_follows_a_job(file: str, daemon: Daemon, start_method: str) -> None:
     dataset, sampler = cases.Raw(file), EpochSampler(200, seed=0)
@@ -734,6 +740,7 @@ def test_a_daemon_follows_a_job(file: str, daemon: Daemon, start_method: str) ->
     until(lambda: not daemon.status()["progress"], "the end")
 
 
+@pytest.mark.check
 def test_a_daemon_killed_in_mid_epoch_gets_the_orders_again(
     file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -774,6 +781,7 @@ def reported_again(dataset: Any, daemon: Daemon) -> list[dict[str, Any]]:
     return [progress for progress in daemon.status()["progress"] if progress["announced"]]
 
 
+@pytest.mark.check
 def test_a_worker_killed_in_mid_epoch(file: str, daemon: Daemon) -> None:
     dataset, sampler = cases.Raw(file), EpochSampler(200, seed=0)
     loader = loader_over(dataset, sampler, num_workers=2)
@@ -809,6 +817,7 @@ def train(dataset: Any, rank: int, reported: Any, go_on: Any, read_first: bool) 
     assert got == loader.sampler.order().tolist()
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("start_method", "read_first"), [("fork", False), ("fork", True), ("spawn", False)]
 )

@@ -51,6 +51,7 @@ def rows_of(loader: Any) -> list[list[list[int]]]:
 # Samples that `process` gets
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(("size", "odd"), [(4096, 0), (48, 0), (100, 0), (4096, 16), (4096, 5)])
 @pytest.mark.parametrize("keeps", [False, True])
 def test_small_samples_arrive_and_stay_as_they_were(
@@ -121,6 +122,7 @@ def subsets(dataset: Any) -> dict[str, tuple[Any, list[int]]]:
     }
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("kind", [*subsets(range(COUNT))])
 def test_subsets_arrive_as_they_were_asked_for(source: str, tmp_path: Path, kind: str) -> None:
     subset, expected = subsets(cases.Indexed(written(tmp_path / "a.ffr", 4096)))[kind]
@@ -152,6 +154,7 @@ def test_small_batches_of_subsets_and_concatenations_share_messages(tmp_path: Pa
         del receiver
 
 
+@pytest.mark.check
 def test_an_index_that_a_subset_lacks_fails_its_batch_only(source: str, tmp_path: Path) -> None:
     dataset = cases.Indexed(written(tmp_path / "a.ffr", 4096))
     batches = iter(
@@ -208,6 +211,7 @@ def concatenations(first: Any, second: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("kind", [*concatenations(cases.Made(COUNT), cases.Made(COUNT))])
 @pytest.mark.parametrize("size", [4096, 20_480])
 def test_concatenations_arrive_as_they_were_asked_for(
@@ -276,6 +280,7 @@ def test_torchs_concatenation_is_asked_once_a_batch(source: str, tmp_path: Path)
     assert not has_batch_method(other)
 
 
+@pytest.mark.check
 def test_an_index_that_torchs_concatenation_lacks_is_an_index_error(
     source: str, tmp_path: Path
 ) -> None:

@@ -144,6 +144,7 @@ def test_golden_files_read_as_the_original_wrote_them() -> None:
     )
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("start_method", [None, "fork", "spawn", "forkserver"])
 def test_workers_read_after_the_parent_did(
     file: str, samples: list[bytes], start_method: str | None

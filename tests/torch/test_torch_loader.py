@@ -81,6 +81,7 @@ def test_workers_refused_a_dataset_without_a_length(
     caplog.clear()
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_batches_are_those_of_torch(num_workers: int, shuffle: bool) -> None:
@@ -98,6 +99,7 @@ def test_batches_are_those_of_torch(num_workers: int, shuffle: bool) -> None:
             assert batch[2].tolist() == [len(batch[0])] * len(batch[0]), "one call a batch"
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"])
 def test_any_start_method(start_method: str) -> None:
     loader = DataLoader(
@@ -118,6 +120,7 @@ def test_any_start_method(start_method: str) -> None:
     assert next(batches, None) is None
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("by_list", [None, True])
 def test_a_dataset_that_knows_only_lists(num_workers: int, by_list: bool | None) -> None:
@@ -217,6 +220,7 @@ def test_leaving_an_iteration_early_ends_its_workers() -> None:
 # set_step
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -239,6 +243,7 @@ def test_set_step_skips_the_first_batches(num_workers: int, batch_size: int, shu
     assert len(loader) == len(whole) == len(drained(loader))
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("step", [-1, 3, 4])
 def test_a_step_outside_the_epoch_is_refused(step: int) -> None:
     loader = DataLoader(cases.Numbers(12), batch_size=4)
@@ -287,6 +292,7 @@ def test_other_errors_arrive_as_torch_sends_them() -> None:
         next(iter(DataLoader(cases.Stubborn(4), num_workers=1)))
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("persistent", [False, True])
 def test_killing_a_worker_gives_torchs_own_error(persistent: bool) -> None:
     # In a process of its own: torch raises the error from a handler of SIGCHLD, wherever the main
@@ -324,6 +330,7 @@ def test_killing_a_worker_gives_torchs_own_error(persistent: bool) -> None:
 # Going on in mid-epoch
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("workers_before", "workers_after", "batch_size_after"), [(2, 0, 4), (0, 1, 4), (2, 1, 3)]
 )
@@ -511,6 +518,7 @@ def batches_in_a_list(num_workers: int) -> DataLoader:
     return DataLoader(cases.Numbers(20), batch_sampler=batches, num_workers=num_workers)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "build",
     [
@@ -536,6 +544,7 @@ def test_orders_of_torch_that_can_be_computed_again(build: Any) -> None:
     assert len(drained(after)) == len(after)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "options",
     [
@@ -603,6 +612,7 @@ def test_a_lambda_for_spawned_workers_is_explained(option: str) -> None:
         iter(loader)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_workers_of_a_killed_job_lived_on(method: str) -> None:
     """Under forkserver their parent is the server, which lives as long as they do."""

@@ -39,6 +39,7 @@ def whole_order(mixture: Mixture, epoch: int) -> list[int]:
     return order
 
 
+@pytest.mark.check
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     epoch_size=st.integers(40, 120),
@@ -82,6 +83,7 @@ def test_no_sample_is_lost_or_doubled_whatever_the_world_sizes(
     assert sum(extra.values()) < max([last, *(groups for groups, *_ in stays)])
 
 
+@pytest.mark.check
 @settings(max_examples=8)
 @given(data=st.data())
 def test_loaders_resume_with_other_ranks_and_workers(data: st.DataObject) -> None:
@@ -181,6 +183,7 @@ def test_a_daemon_follows_a_mixture(tmp_path: Path, daemon: Daemon, monkeypatch:
         dataset.reader.close()
 
 
+@pytest.mark.check
 def test_mixtures_cross_to_workers_of_every_start_method() -> None:
     mixture = mixture_of(5, 7, repeats=[2, 1])
     for method in ("fork", "spawn"):

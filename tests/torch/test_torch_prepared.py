@@ -285,6 +285,7 @@ def job(log: str, pause_ms: int, batch: int, files: list[str]) -> subprocess.Pop
     )
 
 
+@pytest.mark.check
 def test_jobs_at_the_same_time_prepare_each_sample_once(
     files: list[str], log: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,6 +297,7 @@ def test_jobs_at_the_same_time_prepare_each_sample_once(
     assert sorted(prepared(log)) == list(range(N))
 
 
+@pytest.mark.check
 def test_a_worker_that_dies_while_it_prepares(
     files: list[str], log: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -391,6 +393,7 @@ def test_subsets_pickles_and_forks_share_too(files: list[str], log: str) -> None
     assert prepared(log) == [4, 6, 7, 8, 9]
 
 
+@pytest.mark.check
 def test_a_daemon_that_goes_and_comes(
     files: list[str], log: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,7 @@ def went_raw(iterator: Any) -> bool:
 # Raw samples
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "order",
     [

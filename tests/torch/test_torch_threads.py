@@ -45,6 +45,7 @@ class Gated(cases.Made):
         return [np.array(indices)]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("with_daemon", [False, True])
 @pytest.mark.parametrize("threads", [1, 4])
 def test_batches_arrive_in_order_and_share_nothing(
@@ -101,6 +102,7 @@ def test_an_error_is_raised_for_its_batch_and_the_loop_can_continue() -> None:
     del caught
 
 
+@pytest.mark.check
 def test_a_loop_that_is_left_ends_the_threads() -> None:
     dataset = Gated(1000)
     batches = iter(DataLoader(dataset, collate_fn=cases.first_only, threads=2))

@@ -84,6 +84,7 @@ def lists_of(dataset: Any, num_workers: int = 1, **options: Any) -> DataLoader:
 # What arrives
 
 
+@pytest.mark.check
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize(
     ("start_method", "dataset"),
@@ -110,6 +111,7 @@ def test_tensors_over_one_memory_share_it_again_and_a_part_crosses_alone() -> No
     assert part.untyped_storage().nbytes() == 400
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(("start_method", "bundle"), [("fork", 1), ("fork", 3), ("forkserver", 3)])
 def test_raw_samples_are_writable_and_share_nothing(
     source: tuple[str, list[np.ndarray]], start_method: str, bundle: int
@@ -132,6 +134,7 @@ def test_raw_samples_are_writable_and_share_nothing(
     del batch, array
 
 
+@pytest.mark.check
 def test_arrays_that_share_memory_in_the_worker_do_not_share_it_here(
     source: tuple[str, list[np.ndarray]],
 ) -> None:
@@ -176,6 +179,7 @@ def test_a_users_change_of_torchs_collation_stays() -> None:
     assert [batch["x"].shape for batch in batches] == [(50, 60)] * 2
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_torch_without_the_private_names_gives_the_same_batches(num_workers: int) -> None:
     """In a process of its own, which deletes the names before it imports ffserve."""
@@ -203,6 +207,7 @@ def test_a_torch_without_the_private_names_gives_the_same_batches(num_workers: i
     ]
 
 
+@pytest.mark.check
 def test_a_dataset_may_keep_what_it_read(source: tuple[str, list[np.ndarray]]) -> None:
     path, samples = source
     batches = lists_of(cases.Caching(path), batch_size=8, persistent_workers=True)
@@ -217,6 +222,7 @@ def test_a_dataset_may_keep_what_it_read(source: tuple[str, list[np.ndarray]]) -
     del batch, array, batches
 
 
+@pytest.mark.check
 def test_without_shared_memory_everything_arrives_through_the_queue(
     source: tuple[str, list[np.ndarray]],
 ) -> None:
@@ -231,6 +237,7 @@ def test_without_shared_memory_everything_arrives_through_the_queue(
 # Lifetime of batches
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("limit", [0, 1 << 20, 1 << 30])
 def test_batches_that_are_kept_stay_as_they_are(
     monkeypatch: pytest.MonkeyPatch, limit: int
@@ -246,6 +253,7 @@ def test_batches_that_are_kept_stay_as_they_are(
     del kept, iterator, batches
 
 
+@pytest.mark.check
 def test_memory_does_not_grow_while_a_few_batches_are_kept() -> None:
     batches = lists_of(cases.Made(400), batch_size=2)
     window: list[Any] = []
@@ -258,6 +266,7 @@ def test_memory_does_not_grow_while_a_few_batches_are_kept() -> None:
     del window, batch, batches
 
 
+@pytest.mark.check
 def test_a_child_of_the_training_process_keeps_what_it_saw() -> None:
     batches = iter(DataLoader(cases.Made(80), num_workers=1, collate_fn=cases.first_only))
     for _ in range(10):
@@ -285,6 +294,7 @@ def look_again(batch: np.ndarray, channel: Any) -> None:
     gc.collect()
 
 
+@pytest.mark.check
 def test_a_child_that_drops_a_batch_does_not_return_its_segment() -> None:
     batches = iter(DataLoader(cases.Made(40), num_workers=1, collate_fn=cases.first_only))
     batch = next(batches)
@@ -303,6 +313,7 @@ def test_a_child_that_drops_a_batch_does_not_return_its_segment() -> None:
 # Ends
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("persistent", [False, True])
 def test_an_abandoned_loader_leaves_nothing(persistent: bool) -> None:
     batches = DataLoader(cases.Made(40), num_workers=2, persistent_workers=persistent)
@@ -315,6 +326,7 @@ def test_an_abandoned_loader_leaves_nothing(persistent: bool) -> None:
     assert mapped() == 1, "what is kept, and no more"
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_of_an_iterator_in_a_reference_cycle_end_by_themselves(
     monkeypatch: pytest.MonkeyPatch, persistent: bool
@@ -340,6 +352,7 @@ def test_workers_of_an_iterator_in_a_reference_cycle_end_by_themselves(
     assert not killed
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("bundle", [1, 4])
 @pytest.mark.parametrize("kind", [ValueError, ffserve.ReadError])
 def test_an_error_that_was_caught_holds_no_workers(bundle: int, kind: type[Exception]) -> None:
@@ -363,6 +376,7 @@ def test_an_error_that_was_caught_holds_no_workers(bundle: int, kind: type[Excep
         gc.enable()
 
 
+@pytest.mark.check
 def test_an_error_of_a_worker_kept_all_workers_until_garbage_was_collected() -> None:
     def failed() -> list[Any]:
         iterator = iter(
@@ -391,6 +405,7 @@ def test_a_killed_worker_leaves_nothing() -> None:
     del got, batch, batches
 
 
+@pytest.mark.check
 def test_a_killed_training_process_leaves_nothing() -> None:
     program = textwrap.dedent("""
         import sys, transfer_cases as cases
@@ -469,6 +484,7 @@ def test_a_position_within_a_message_is_exact() -> None:
     del iterator, batches
 
 
+@pytest.mark.check
 def test_small_batches_share_messages_and_large_ones_do_not(
     shard: tuple[str, list[np.ndarray]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

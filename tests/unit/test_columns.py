@@ -269,3 +269,14 @@ def test_batches_of_a_reader(tmp_path: Path) -> None:
         assert found.to_pylist() == [{"id": 4, "word": "w4"}, {"id": 0, "word": "w0"}]
         word = pa.schema([("word", pa.binary())])
         assert example.to_arrow(reader[1:2], word).to_pylist() == [{"word": b"w1"}]
+
+
+def test_a_number_that_some_records_leave_empty_was_an_array() -> None:
+    rows = [{"f": np.float32([k]), "i": np.int64([k]), "l": np.int64([k] * k)} for k in (1, 2)]
+    empty = {"f": np.empty(0, np.float32), "i": np.empty(0, np.int64), "l": np.empty(0, np.int64)}
+    inference = Inference()
+    inference.add(records_of([example.encode(row) for row in [*rows, empty]]))
+    schema = inference.schema()
+    assert schema.types == [pa.float32(), pa.int64(), pa.list_(pa.int64())]
+    last = columns.decode(records_of([example.encode(empty)]), schema).to_pylist()[0]
+    assert last["f"] is None and last["i"] is None

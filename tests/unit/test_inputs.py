@@ -427,9 +427,9 @@ def test_large_files_are_cut_as_hadoop_cuts_them() -> None:
 
 def stream(
     *shares: list[Split], framing: Any = "lines", epochs: int = 1, seed: int | None = None,
-    rank: int = 0,
+    rank: int = 0, **sizes: int,
 ) -> bytes:  # fmt: skip
-    source = WorkerStream(shares, framing=framing, epochs=epochs, seed=seed, rank=rank)
+    source = WorkerStream(shares, framing=framing, epochs=epochs, seed=seed, rank=rank, **sizes)
     return b"".join(source.blocks())
 
 
@@ -464,17 +464,13 @@ def test_every_line_is_in_one_split_however_it_is_cut(spare: Path, data: bytes, 
 
 
 @pytest.mark.parametrize("read_size", [1, 3, 16])
-def test_lines_over_several_reads(
-    spare: Path, monkeypatch: pytest.MonkeyPatch, read_size: int
-) -> None:
-    from ffserve.inputs import stream as module
-
-    monkeypatch.setattr(module, "_READ_SIZE", read_size)
+def test_lines_over_several_reads(spare: Path, read_size: int) -> None:
     path = spare / "reads"
     path.write_bytes(b"a long line of text\n\nshort\r\nthe last without an end")
     for parts in range(1, 60):
         splits = split_file(path, parts)
-        assert b"".join(stream([s]) for s in splits) == path.read_bytes() + b"\n"
+        found = b"".join(stream([s], read_size=read_size) for s in splits)
+        assert found == path.read_bytes() + b"\n"
 
 
 def test_files_epochs_and_aliases_follow_one_another(folder: Path) -> None:
@@ -507,14 +503,9 @@ def test_a_shuffle_follows_from_seed_epoch_and_rank(numbers: list[Split]) -> Non
     assert stream(numbers, seed=8).split() != epochs[0]
 
 
-def test_a_shuffle_in_windows_gives_everything(
-    numbers: list[Split], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from ffserve.inputs import stream as module
-
-    monkeypatch.setattr(module, "PIECE_SIZE", 100)
-    monkeypatch.setattr(module, "WINDOW_SIZE", 500)
-    got = [int(line) for line in stream(numbers, seed=1).split()]
+def test_a_shuffle_in_windows_gives_everything(numbers: list[Split]) -> None:
+    lines = stream(numbers, seed=1, piece_size=100, window_size=500).split()
+    got = [int(line) for line in lines]
     assert sorted(got) == list(range(3000)) and got != sorted(got)
     near = sum(abs(a - b) < 200 for a, b in itertools.pairwise(got))
     assert near < 2000  # of pieces from random places

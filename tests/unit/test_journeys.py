@@ -189,6 +189,7 @@ def test_prepared_samples_pass_their_files(followed: Followed) -> None:
     )
 
 
+@pytest.mark.check
 def test_a_torch_batch_passes_its_files(followed: Followed) -> None:
     torch = pytest.importorskip("torch")
     from ffserve.torch import DataLoader, Dataset

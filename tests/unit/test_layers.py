@@ -24,7 +24,7 @@ LAYERS = {
     # what every read is
     "reads": "engine formats disk",
     # packed folders, remote files, data sets
-    "store": "config engine formats disk system",
+    "store": "limits config engine formats disk system",
     "dataset": "engine disk store",
     "writer": "formats disk",
     "folders": "system disk writer",
@@ -33,7 +33,7 @@ LAYERS = {
     "server": "_version limits protocol config engine formats reads dataset disk system cache "
     "store",
     # the client
-    "client": "_version protocol engine formats reads dataset disk system store",
+    "client": "_version limits protocol engine formats reads dataset disk system store",
     "reader": "formats dataset disk client store",
     "aio": "dataset client reader",
     # inputs of programs
@@ -44,7 +44,7 @@ LAYERS = {
     "compat": "system formats dataset disk folders writer reader store ffserve",
     "example": "formats arrow dataset reader",
     "convert": "system engine formats dataset disk writer reader folders example ffserve",
-    "torch": "_version order mixture packing engine client ffserve",
+    "torch": "order mixture packing engine client ffserve",
     "spark": "arrow",
     "ray": "formats arrow reader",
     "testing": "engine formats reads",
@@ -52,11 +52,11 @@ LAYERS = {
     "fileio recordio utils": "compat",
     "tensorflow grain hf": "formats dataset writer reader recordio example",
     # files for programs
-    "view": "engine dataset disk server client folders reader store",
+    "view": "engine dataset disk server client folders reader store ffserve",
     # the command line
     "examples": "torch example spark ray ffserve",
     "bench": "engine formats disk client ffserve",
-    "doctor": "_version limits system config engine formats dataset disk server client",
+    "doctor": "limits system config engine formats dataset disk server client ffserve",
     "cli": "order system config formats dataset disk cache server client "
     "folders convert inputs bench doctor store view ffserve",
     "__main__": "cli",
@@ -75,25 +75,12 @@ FACE = "aio dtypes errors formats formats.base mixture order packing reader test
 """Modules of the core that users import as well."""
 
 DOORS = {
-    "_version": ("doctor torch", "the release is compared, or is part of a key"),
     "cache.simulation": ("cli", "`ffserve simulate` plays an order through the daemon's policy"),
-    "client.daemon.autostart": (
-        "arrow",
-        "a task starts a daemon for remote files as a reader does",
+    "client.public": (
+        "arrow bench cli doctor torch view",
+        "the daemon is asked without a reader; samples are read into other memory, in place",
     ),
-    "client.daemon.connection": (
-        "bench cli doctor torch",
-        "commands talk to the daemon without a reader",
-    ),
-    "client.daemon.mapped_memory": (
-        "doctor",
-        "it explains why a process does not map the daemon's memory",
-    ),
-    "client.daemon.preparing": ("torch", "prepared samples are an offer to frameworks"),
-    "client.daemon.shared_memory": ("view", "it reads samples in place, in C"),
-    "client.source": ("torch view", "samples are read into a loader's memory"),
     "config": ("cli doctor", "settings are flags of a command, and are examined"),
-    "dataset.layout": ("cli view", "shards, and the error for an index outside of them"),
     "dataset.paths": ("cli compat convert doctor example hf view", "what a user's paths denote"),
     "disk.files": (
         "arrow cli compat convert doctor inputs view",
@@ -101,36 +88,27 @@ DOORS = {
     ),
     "disk.output": ("arrow bench compat convert inputs", "output is complete or absent"),
     "disk.shardfile": ("arrow cli", "tables are read by block, shown, and written as index files"),
-    "engine.arrays": ("torch", "addresses of many arrays in one call"),
     "engine.codec": ("arrow convert doctor", "checksums of frames that are not read as samples"),
     "engine.example": ("arrow", "Examples are decoded to columns in C"),
     "engine.fuse": ("view", "requests that need no Python are answered in C"),
     "engine.io": ("bench doctor", "direct reads, and which engines this machine has"),
     "engine.shm": ("torch", "a flag in shared memory"),
-    "folders.folder_index": ("cli compat convert package view", "names of packed files"),
-    "folders.folder_packing": ("cli compat convert", "directories are packed"),
-    "formats.recordio": ("compat", "pyrecordio writes chunk by chunk"),
-    "formats.tfstream": ("arrow", "a compressed file is recognized by its head"),
+    "folders": ("cli compat convert package view", "names of packed files; they are packed"),
     "limits": ("doctor", "the bounds of the daemon are compared with those of its process"),
-    "server.life.daemon": ("cli doctor", "`serve` runs it; its checks at start are explained"),
-    "server.life.fd_store": ("cli", "`mount` tells systemd that it is ready"),
-    "server.life.log": ("cli", "messages of a service carry their priority"),
-    "server.sessions.server": ("doctor", "how many sessions fit under a limit"),
+    "server.life.daemon": ("cli", "`serve` runs it"),
+    "server.life.startup": (
+        "cli doctor",
+        "the daemon's own checks at start are made, and explained",
+    ),
     "server.status.overview": ("cli", "`status` and `top` show it"),
     "server.users.access": ("doctor view", "which files are taken, and who may read them"),
-    "server.users.peers": ("cli", "whose process is at the other end"),
-    "store.fetching": ("arrow cli", "remote files are listed and fetched"),
-    "store.object_tables": ("arrow cli", "tables of a remote file"),
-    "store.origin": ("arrow", "file systems of URLs, for output too"),
-    "store.ranges": ("arrow cli", "parts of a remote file"),
-    "store.staging": ("cli", "`ffserve stage`"),
+    "store.public": ("arrow cli inputs", "remote files are found, read, copied and written"),
     "store.urls": ("arrow cli compat view", "what is a URL, and how it is shown"),
-    "store.warming": ("cli", "`ffserve warm`"),
-    "store.public": ("inputs", "remote files are found, copied and written"),
     "system.machine_memory": ("doctor", "limits of memory are examined"),
     "system.memfd": ("doctor", "shared memory is tried"),
     "system.parallel": ("compat convert", "worker processes that report progress"),
-    "system.socket_path": ("arrow cli doctor", "where the daemon's socket is"),
+    "system.socket_path": ("arrow cli doctor", "where the daemon's socket is, and whose"),
+    "system.systemd": ("cli", "`mount` tells that it is ready; messages carry a priority"),
 }
 """What guests may use of the core besides: by module, which guests, and what for."""
 

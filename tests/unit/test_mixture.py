@@ -162,6 +162,7 @@ def test_weights_above_their_floors_keep_their_proportions() -> None:
     assert mixture.counts() == [800, 400, 100, 300]
 
 
+@pytest.mark.check
 @given(
     starts=st.sets(st.integers(1, 60), max_size=5),
     rows=st.lists(st.lists(st.integers(1, 9), min_size=3, max_size=3), min_size=6, max_size=6),

@@ -150,6 +150,7 @@ def test_unshuffled_is_the_order_of_the_dataset() -> None:
     ]
 
 
+@pytest.mark.check
 def test_ten_million_samples_take_about_a_second() -> None:
     took_s = []
     for epoch in range(2):

@@ -83,6 +83,7 @@ def run(program: str, folder: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.check
 def test_a_source_distribution_has_every_file_of_the_core(tmp_path: Path) -> None:
     copy_sources(tmp_path)
     program = "from setuptools import build_meta; print(build_meta.build_sdist('dist'))"
@@ -94,6 +95,7 @@ def test_a_source_distribution_has_every_file_of_the_core(tmp_path: Path) -> Non
     assert {f"systemd/{path.name}" for path in (ROOT / "systemd").iterdir()} <= packed
 
 
+@pytest.mark.check
 def test_a_wheel_has_the_units_that_the_commands_of_a_checkout_install(tmp_path: Path) -> None:
     """Beside the package in a checkout, inside of it where it is installed: the same files."""
     copy_sources(tmp_path)
@@ -115,6 +117,7 @@ def test_a_wheel_has_the_units_that_the_commands_of_a_checkout_install(tmp_path:
     assert texts[tmp_path] == texts[tmp_path / "lib"]
 
 
+@pytest.mark.check
 def test_a_core_of_other_sources_says_what_to_do(tmp_path: Path) -> None:
     for package in ("ffserve", "benchmarks"):
         leave = shutil.ignore_patterns("__pycache__")

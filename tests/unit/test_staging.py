@@ -133,6 +133,7 @@ def test_a_directory_by_a_link_was_lost_with_a_commit_that_failed(tmp_path: Path
     assert os.readlink(target / "k=1") == str(elsewhere) and os.listdir(elsewhere) == ["a"]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("mode", ["append", "overwrite", "dynamic"])
 @pytest.mark.parametrize("renames", [0, 1, 2, 4])
 def test_the_next_job_undoes_a_commit_whose_process_was_killed(

@@ -199,6 +199,7 @@ def test_samples_come_from_the_daemon(daemon: Daemon, tmp_path: Path) -> None:
         assert daemon.cache()["blocks_read"] > 0
 
 
+@pytest.mark.check
 def test_samples_of_remote_files_come_through_a_daemon_that_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +238,7 @@ def readable(path: Path) -> bool:
     return done.returncode == 0
 
 
+@pytest.mark.check
 def test_other_users_see_what_everybody_may_read() -> None:
     with tempfile.TemporaryDirectory(prefix="ffs-") as directory:
         folder = Path(directory)
@@ -259,6 +261,7 @@ def test_other_users_see_what_everybody_may_read() -> None:
 # ---- begin and end -------------------------------------------------------------------------------
 
 
+@pytest.mark.check
 def test_a_view_ends_with_its_process_and_begins_again(tmp_path: Path) -> None:
     needs_fuse()
     write(tmp_path / "a.ffr", SAMPLES)
@@ -279,14 +282,14 @@ def test_a_view_ends_with_its_process_and_begins_again(tmp_path: Path) -> None:
         with mounted(tmp_path / "a.ffr", place=place) as view:
             with open(view.shards / "a.ffr", "rb"):
                 assert view.end(signal.SIGINT) == 0
-            assert "still open" in view.log() and os.listdir(place) == []
+            assert "files of the view open" in view.log() and os.listdir(place) == []
         # Killed by one that cannot.
         with mounted(tmp_path / "a.ffr", place=place) as view:
             view.end(signal.SIGKILL)
             until(lambda: failing(os.statvfs, place) == errno.ENOTCONN, "its processes have ended")
             with mounted(tmp_path / "a.ffr", place=place) as again:
                 assert (again.samples / "a.ffr/0/05").read_bytes() == SAMPLES[5]
-                assert "was killed" in again.log()
+                assert "had been killed" in again.log()
                 again.end(signal.SIGKILL)
                 until(lambda: failing(os.statvfs, place) == errno.ENOTCONN, "they have ended too")
                 run("unmount", place)
@@ -319,11 +322,12 @@ def test_names_that_cannot_be_read_are_numbers(files: Path, tmp_path: Path) -> N
     path.write_bytes((files / "photos.ffr").read_bytes())
     damage(path, len(NAMES))
     with mounted(path) as view:
-        assert "go by number" in view.log()
+        assert "are named by number" in view.log()
         names = os.listdir(view.samples / "photos.ffr" / "0")
         assert len(names) == len(NAMES) + 1
 
 
+@pytest.mark.check
 def test_without_fuse_the_error_says_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -137,6 +137,6 @@ def _print(facts: dict[str, list[str]], findings: list[Finding]) -> None:
     errors = sum(finding.level == "error" for finding in findings)
     if findings:
         kinds = (counted(errors, "error"), counted(len(findings) - errors, "warning"))
-        click.echo(f"\nfound {' and '.join(kinds)}; docs/OPERATIONS.md explains them")
+        click.echo(f"\nfound {' and '.join(kinds)}; docs/REFERENCE.md explains them")
     else:
         click.echo("\nfound nothing that is wrong")

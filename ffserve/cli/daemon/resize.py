@@ -37,7 +37,7 @@ def resize(size: str, socket: str | None, wait: bool, as_json: bool) -> int:
       ffserve resize 32GiB
       ffserve resize 2GiB --no-wait
     """
-    from ffserve.client.daemon.connection import Connection
+    from ffserve.client.public import Connection
 
     wanted = parse_size(size)
     connection = Connection(find_socket(socket), "resize")

@@ -1,7 +1,7 @@
 """Screens of `ffserve status` and `ffserve top`: an overview of a daemon as tables of rich.
 
-Colours mark what is wrong: red needs somebody, yellow may. What clients chose reaches the terminal
-as plain text (`printable`), never as markup.
+Colours mark faults: red needs an administrator, yellow may need one. Texts of clients reach the
+terminal as plain text (`printable`), never as markup.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ WRONG, CAREFUL, QUIET = "red", "yellow", "dim"
 WAITS_CAREFUL, WAITS_WRONG = 0.2, 0.5
 """A job is marked if it waits for at least this share of its time."""
 NAME_LENGTH, USER_LENGTH = 14, 8
-"""The names of jobs and users have at most so many characters in tables."""
+"""The names of jobs and users have at most this many characters in tables."""
 JOBS_SHOWN, ROWS_SHOWN, LINES_SHOWN = 5, 4, 3
-"""`ffserve status` shows at most so many jobs, rows of other tables, and lines of the log."""
+"""`ffserve status` shows at most this many jobs, rows of other tables, and lines of the log."""
 WIDTH = 80
 """The width of a terminal that does not report its own."""
 UNBOUNDED = 10_000

@@ -83,9 +83,10 @@ def serve(config_path: str | None, check: bool, handover: bool, **settings: Any)
     config = load(ignored)
 
     from ffserve.server.life import daemon
+    from ffserve.server.life.startup import check as check_start
 
     if check:
-        daemon.check(config, ignored)
+        check_start(config, ignored)
         click.echo(
             f"the settings are valid: arena {format_size(config.arena_size)}, "
             f"roots {' '.join(config.roots)}"

@@ -151,12 +151,12 @@ def _check_systemd(verb: str) -> None:
         )
 
 
-def _program(live: bool) -> str:
+def _program(live: bool, prefix: str = sys.prefix) -> str:
     """Return the command of this installation.
 
     Raises: UsageError: there is none, or, where it is to run, the service cannot run it.
     """
-    program = Path(sys.prefix) / "bin" / "ffserve"
+    program = Path(prefix) / "bin" / "ffserve"
     if not program.exists():
         raise UsageError(
             "the service needs this program, which does not exist",

@@ -22,9 +22,9 @@ def status(socket: str | None, as_json: bool) -> int:
       ffserve status
       ffserve status --json | jq '.jobs[] | {name, hit_rate}'
     """
-    from ffserve.client.daemon import connection
+    from ffserve.client import public as client
 
-    facts = connection.status(socket)
+    facts = client.status(socket)
     if as_json:
         print_json(facts)
     else:

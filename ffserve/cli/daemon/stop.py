@@ -19,8 +19,7 @@ import click
 from ffserve.cli.flags import json_option, socket_option
 from ffserve.cli.terminal import counted, print_json
 from ffserve.errors import AccessDenied, ServerUnavailable, UsageError
-from ffserve.server.users.peers import Credentials
-from ffserve.system.socket_path import find_socket
+from ffserve.system.socket_path import Credentials, find_socket
 
 _PATIENCE_S = 1.0
 """After this time the command reports what it waits for."""
@@ -74,7 +73,7 @@ def _daemon(path: str) -> Iterator[tuple[int, int, int]]:
     Raises: ServerUnavailable: none answers. AccessDenied: it belongs to another user. UsageError:
         it is not the process that listens there.
     """
-    from ffserve.client.daemon.connection import Connection
+    from ffserve.client.public import Connection
 
     connection = Connection(path, "stop")
     try:

@@ -27,16 +27,16 @@ from ffserve.cli import FloatRange
 from ffserve.cli.daemon import screen
 from ffserve.cli.flags import socket_option
 from ffserve.cli.terminal import BARS, duration
-from ffserve.client.daemon.connection import Connection
+from ffserve.client.public import Connection
 from ffserve.errors import FFServeError, UsageError, printable
 from ffserve.server.status.overview import JobRow, Overview, Totals, overview
 from ffserve.system.socket_path import find_socket
 
 LEAST_INTERVAL_S, MOST_INTERVAL_S = 0.2, 3600.0
 GRAPH, JOB_GRAPH = 24, 8
-"""The graphs of the daemon and of each job have so many columns."""
+"""The graphs of the daemon and of each job have this many columns."""
 WIDE, WIDEST = 100, 120
-"""On a terminal of at least so many columns, more is shown of each job."""
+"""On a terminal of at least this many columns, more is shown of each job."""
 EXIT_TERMINATED = 128 + signal.SIGTERM
 _SEQUENCE = re.compile(r"\x1b(\[[\d;]*.|O.)?")
 """The escape sequences of arrow keys and the like."""
@@ -220,7 +220,7 @@ class Keyboard:
 
 
 class Board:
-    """What is on the screen: the last report, what was before it, and the order of jobs.
+    """The content of the screen: the last report, the values before it, and the order of jobs.
 
     error: why there is no newer report; None: there is.
     """

@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 
 from ffserve.cli.files.record_files import batches_of, folders_of
 from ffserve.cli.flags import format_option
-from ffserve.dataset.layout import outside
-from ffserve.errors import UsageError
+from ffserve.errors import UsageError, outside
 
 if TYPE_CHECKING:
-    from ffserve.folders.folder_index import Folder
+    from ffserve.folders import Folder
 
 
 def _is_text(sample: NDArray[np.uint8]) -> bool:

@@ -54,9 +54,7 @@ def _load(path: str, format_name: str | None) -> _FileTables:
 
 
 def _load_remote(url: str, format_name: str | None) -> _FileTables:
-    from ffserve.store.fetching import identity_of
-    from ffserve.store.object_tables import parsed
-    from ffserve.store.ranges import RangedObject
+    from ffserve.store.public import RangedObject, identity_of, parsed
 
     opened = RangedObject(identity_of(url))
     read_at = opened.read_at()
@@ -74,18 +72,18 @@ def _tables(shard: Shard, read_at: ReadAt, path: str) -> _FileTables:
 
 def _count_names(read_at: ReadAt, path: str, offset: int, size: int, count: int) -> int | None:
     """Return the number of names in the last sample; None if that sample is not an index."""
-    from ffserve.folders import folder_index
+    from ffserve import folders as packed_folders
     from ffserve.formats.base import read_exactly
 
-    if size > folder_index.SIZE_MAX:
+    if size > packed_folders.SIZE_MAX:
         return None
     head = bytearray(min(size, 16))
     read_exactly(read_at, offset, memoryview(head), path)
-    if not folder_index.is_index(bytes(head)):
+    if not packed_folders.is_index(bytes(head)):
         return None
     sample = bytearray(size)
     read_exactly(read_at, offset, memoryview(sample), path)
-    names, folders = 0, [folder_index.decode(bytes(sample), count, path=path, index=count)]
+    names, folders = 0, [packed_folders.decode(bytes(sample), count, path=path, index=count)]
     for folder in folders:
         for node in folder.values():
             if isinstance(node, int):

@@ -15,15 +15,14 @@ from ffserve.cli import report
 from ffserve.cli.files.record_files import folders_of
 from ffserve.cli.flags import format_option, json_option
 from ffserve.cli.terminal import write_json_rows, write_lines
-from ffserve.dataset.layout import outside
-from ffserve.errors import FFServeError, printable
+from ffserve.errors import FFServeError, outside, printable
 
 if TYPE_CHECKING:
     import ffserve
-    from ffserve.folders.folder_index import Folder
+    from ffserve.folders import Folder
 
 STEP_COUNT = 16_384
-"""So many samples are listed at a time, since the sizes of samples in chunks must be read."""
+"""This many samples are listed at a time, since the sizes of samples in chunks must be read."""
 
 
 class _Row(NamedTuple):
@@ -49,13 +48,13 @@ def _rows(
     reader: ffserve.Reader, folders: dict[int, Folder], start: int, stop: int
 ) -> Iterator[_Row]:
     """Yield the samples [start, stop). `folders`: as of `folders_of`."""
-    from ffserve.folders import folder_index
+    from ffserve import folders as packed_folders
 
     for shard in reader.shards:
         first, end = max(start, shard.first), min(stop, shard.first + shard.count)
         if first >= end:
             continue
-        named = folder_index.names(folders[shard.first]) if shard.first in folders else {}
+        named = packed_folders.names(folders[shard.first]) if shard.first in folders else {}
         checksums = reader.tables(reader.shards.index(shard))[2]
         for low in range(first, end, STEP_COUNT):
             indices = np.arange(low, min(low + STEP_COUNT, end))

@@ -84,7 +84,7 @@ def _serve(
         started: called when it is mounted.
         forked: called in each process that answers.
     """
-    from ffserve.server.life.fd_store import notify
+    from ffserve.system.systemd import notify
     from ffserve.view.supervisor import Options, View
 
     view = View(paths, Options(**options))

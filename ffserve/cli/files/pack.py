@@ -31,8 +31,11 @@ from ffserve.errors import printable
     show_default=True,
     help="Number of processes; each writes one shard at a time.",
 )
+@click.option("--force", is_flag=True, help="Replace OUT if it is an existing file.")
 @click.option("--json", "as_json", is_flag=True, help="Write the result as JSON.")
-def pack(paths: tuple[str, ...], out: str, shards: int, jobs: int, as_json: bool) -> int:
+def pack(
+    paths: tuple[str, ...], out: str, shards: int, jobs: int, force: bool, as_json: bool
+) -> int:
     """Pack a directory or files into record files (FFRecord).
 
     Names are stored in an additional sample at the end of each file, as in ffrecord's
@@ -44,11 +47,16 @@ def pack(paths: tuple[str, ...], out: str, shards: int, jobs: int, as_json: bool
       ffserve pack photos/ -o /data/photos --shards 64 --jobs 8
       ffserve cat photos.ffr cats/tom.jpg > tom.jpg
     """
-    from ffserve.folders import folder_packing
+    from ffserve import folders as packed_folders
 
     with progress("packing", total_size(paths), as_bytes=True) as shown:
-        written = folder_packing.pack(
-            paths, out, shards=shards, jobs=jobs, progress=lambda _count, size: shown.advance(size)
+        written = packed_folders.pack(
+            paths,
+            out,
+            shards=shards,
+            jobs=jobs,
+            force=force,
+            progress=lambda _count, size: shown.advance(size),
         )
     if as_json:
         print_json(

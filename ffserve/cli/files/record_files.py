@@ -15,10 +15,10 @@ from ffserve.store.urls import is_url
 
 if TYPE_CHECKING:
     import ffserve
-    from ffserve.folders.folder_index import Folder
+    from ffserve.folders import Folder
 
 BATCH_SIZE = 32 << 20
-"""One read of cat requests at most so many bytes, unless a single sample is larger."""
+"""One read of cat requests at most this many bytes, unless a single sample is larger."""
 BATCH_COUNT = 4096
 
 
@@ -42,15 +42,15 @@ def files_of(paths: tuple[str, ...], format_name: str | None) -> list[str]:
 
 def folders_of(reader: ffserve.Reader) -> list[tuple[int, Folder]]:
     """Return the first index and the names of each shard that has names."""
-    from ffserve.folders import folder_index
+    from ffserve import folders as packed_folders
 
     folders = []
     for shard in reader.shards:
         if shard.count and shard.format == "ffrecord":  # other formats have no names
             last = shard.first + shard.count - 1
             [sample] = reader.read([last])
-            if folder_index.is_index(sample[:16].tobytes()):
-                folder = folder_index.decode(
+            if packed_folders.is_index(sample[:16].tobytes()):
+                folder = packed_folders.decode(
                     sample.data, shard.count - 1, path=shard.path, index=last
                 )
                 folders.append((shard.first, folder))

@@ -36,11 +36,11 @@ class _Pace:
 
     def _idle(self) -> bool:
         """Whether the daemon had no request since the last check, or there is no daemon."""
-        from ffserve.client.daemon import connection
+        from ffserve.client import public as client
 
         self._looked_at = time.monotonic()
         try:
-            asked = int(connection.status(self._socket)["cache"]["asked"])
+            asked = int(client.status(self._socket)["cache"]["asked"])
         except ServerUnavailable:
             return True
         same, self._asked = asked == self._asked, asked
@@ -73,9 +73,9 @@ def scrub(
     if files:
         paths = files_of(files, format_name)
     else:
-        from ffserve.client.daemon import connection
+        from ffserve.client import public as client
 
-        shards = connection.status(socket)["shards"]
+        shards = client.status(socket)["shards"]
         paths = [shard["path"] for shard in shards if shard["open"]]
     pace = _Pace(speed, socket)
     return check_files(paths, 1, format_name, "scrubbing", as_json, pace.pause)

@@ -30,9 +30,9 @@ def stage(urls: tuple[str, ...], directory: str, as_json: bool) -> int:
     \b
       ffserve stage 's3://bucket/train-*.ffr' -o /scratch/train
     """
-    from ffserve.store.staging import Staging, plan
+    from ffserve.store.public import Staging, plan_staging
 
-    items = plan(urls)
+    items = plan_staging(urls)
     total = sum(item.identity.size for item in items)
     with progress("staging", total, as_bytes=True) as shown:
         done = Staging(directory, items, shown.advance).run()

@@ -14,7 +14,7 @@ from ffserve.config import format_size
 from ffserve.errors import FFServeError, ReadError, ServerUnavailable
 
 STEP_SIZE = 32 << 20
-"""About so many bytes are read at once."""
+"""About this many bytes are read at once."""
 STEP_COUNT = 4096
 
 
@@ -49,7 +49,7 @@ def warm(paths: tuple[str, ...], socket: str | None, as_json: bool) -> int:
       ffserve warm /data/train                  # into the daemon's memory
     """
     from ffserve import formats
-    from ffserve.client.daemon import connection
+    from ffserve.client import public as client
     from ffserve.dataset.paths import expand_paths
     from ffserve.store.urls import is_url
 
@@ -58,7 +58,7 @@ def warm(paths: tuple[str, ...], socket: str | None, as_json: bool) -> int:
     remote = [path for path in files if is_url(path)]
     daemon: dict[str, Any] | None = None
     try:
-        daemon = connection.status(socket)
+        daemon = client.status(socket)
     except ServerUnavailable:
         if local or socket is not None:
             raise  # there is no other memory that outlives this process
@@ -91,7 +91,7 @@ def _through_daemon(paths: list[str], socket: str | None, daemon: dict[str, Any]
     import numpy as np
 
     import ffserve
-    from ffserve.client.daemon import connection
+    from ffserve.client import public as client
     from ffserve.store.urls import is_url, shown
 
     errors: list[FFServeError] = []
@@ -110,7 +110,7 @@ def _through_daemon(paths: list[str], socket: str | None, daemon: dict[str, Any]
                 found = reader.read(some, errors="return")
                 errors += [each for each in found if isinstance(each, FFServeError)]
                 bar.advance(len(some))
-        now = connection.status(socket)
+        now = client.status(socket)
         store, held = now["store"], {each["path"]: each["cached_size"] for each in now["shards"]}
     left = max(size - store["limit"], 0) if is_remote else 0
     rows = [
@@ -128,7 +128,7 @@ def _through_daemon(paths: list[str], socket: str | None, daemon: dict[str, Any]
 
 def _into_own_store(paths: list[str]) -> WarmedFiles:
     """Fetch files into the store of this user."""
-    from ffserve.store.warming import warm_up
+    from ffserve.store.public import warm_up
 
     with progress("warming", len(paths)) as shown:
         done = warm_up(paths, lambda: shown.advance(1))

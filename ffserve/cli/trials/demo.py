@@ -30,7 +30,6 @@ from ffserve.config import ENGINES, default_arena_size, format_size
 from ffserve.errors import FFServeError
 
 MOST_FILES = 6000
-ENOUGH_FILES = 2000
 SHARDS = 4
 
 
@@ -165,7 +164,7 @@ def _collect(most: int) -> dict[str, str]:
     paths = sysconfig.get_paths()
     found: dict[str, str] = {}
     for kind in ("stdlib", "platlib", "purelib"):
-        if kind == "stdlib" or len(found) < min(most, ENOUGH_FILES):
+        if kind == "stdlib" or len(found) < min(most, 2000):
             for name, path in _sources(paths[kind]):
                 if len(found) < most:
                     found.setdefault(os.path.join(kind, name), path)
@@ -185,7 +184,7 @@ def _sources(top: str) -> Iterator[tuple[str, str]]:
 def _pack(files: dict[str, str], work: str, data: str, say: Narration) -> Packed:
     """Pack the files into shards and remove those from the page cache."""
     import ffserve
-    from ffserve.folders import folder_packing
+    from ffserve import folders as packed_folders
 
     say(f"1. Packing {len(files):,} Python source files of this machine", newline=False)
     tree = os.path.join(work, "tree")
@@ -194,7 +193,7 @@ def _pack(files: dict[str, str], work: str, data: str, say: Narration) -> Packed
         os.makedirs(os.path.dirname(link), exist_ok=True)
         os.symlink(path, link)
     started = time.monotonic()
-    written = folder_packing.pack(
+    written = packed_folders.pack(
         [tree], data, shards=SHARDS, jobs=min(SHARDS, os.cpu_count() or 1)
     )
     seconds = time.monotonic() - started

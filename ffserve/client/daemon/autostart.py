@@ -57,7 +57,10 @@ def start_wanted(*, remote: bool = False) -> bool:
     files. Raises: UsageError."""
     value = os.environ.get("FFSERVE_START", "")
     if value not in ("", "0", "1"):
-        raise UsageError(f"FFSERVE_START is {value!r}", hint="set it to 1, or to 0 to start none")
+        raise UsageError(
+            f"invalid value {value!r} of FFSERVE_START",
+            hint="set it to 1 to start a daemon, or to 0 not to start one",
+        )
     return value == "1" or (remote and not value)
 
 
@@ -91,7 +94,7 @@ def _lock(directory: str, path: str, deadline: float) -> Iterator[bool]:
                     return
                 if time.monotonic() >= deadline:
                     raise ServerUnavailable(
-                        f"another process holds the lock for starting a daemon for more than "
+                        f"another process has held the lock for starting a daemon for more than "
                         f"{START_TIMEOUT_S:g} s",
                         path=path,
                         hint="start one with `ffserve serve`",
@@ -166,7 +169,7 @@ def _wait(path: str, alive: int, log_path: str, deadline: float) -> None:
         if ended or time.monotonic() >= deadline:
             happened = "ended at once" if ended else f"does not answer after {START_TIMEOUT_S:g} s"
             raise ServerUnavailable(
-                f"the daemon that was started {happened}{_last_line(log_path)}",
+                f"the daemon that this process started {happened}{_last_line(log_path)}",
                 path=path,
                 hint=f"see {log_path}",
             )

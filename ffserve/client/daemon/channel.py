@@ -38,10 +38,10 @@ T = TypeVar("T")
 REPORT_INTERVAL_S = 1.0
 """How often a client that only hits reports its counters."""
 ANSWER_TIMEOUT_S = 120.0
-"""A daemon that lives but owes an answer for so long (its disk is dead) counts as gone. Its own
+"""A daemon that lives but owes an answer for this long (its disk is dead) counts as gone. Its own
 limits on waiting are far below that."""
 ORDER_PIECE = 16_384
-"""One ORDER has at most so many positions: the daemon serves others between the pieces."""
+"""One ORDER has at most this many positions: the daemon serves others between the pieces."""
 RECEIVE_SIZE = 256 * 1024
 _ANSWERS: dict[type[Message], tuple[type[Message], ...]] = {
     protocol.Open: (protocol.Opened, protocol.Need),
@@ -59,7 +59,8 @@ _ANSWERS: dict[type[Message], tuple[type[Message], ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """A step: work that may wait for a file system. drop: for what nobody takes any more."""
+    """A step: work that may wait for a file system. drop: called for results that are not taken any
+    more."""
 
     make: Callable[[], Any]
     drop: Callable[[Any], object] | None = None
@@ -73,7 +74,7 @@ up."""
 
 
 class SilentError(ServerUnavailable):
-    """The daemon owes an answer and gives no sign of life: it is stopped."""
+    """The daemon owes an answer and sends nothing: it is stopped."""
 
 
 class Copying(Protocol):
@@ -435,8 +436,8 @@ class Channel:
                 self.urgent = False
 
     def drop_passing(self) -> None:
-        """Close the descriptors of `passing`: for the one who sends, since their numbers may be
-        those of other files as soon as they are closed."""
+        """Close the descriptors of `passing`. Only the sender calls this, since other files may get
+        the numbers as soon as they are closed."""
         passing, self._passing = self._passing, None
         if passing is not None:
             passing.close()
@@ -505,9 +506,9 @@ class Channel:
         since = self.owes_since
         if since is not None and time.monotonic() - since > ANSWER_TIMEOUT_S:
             raise ServerUnavailable(
-                f"the daemon has owed an answer for {ANSWER_TIMEOUT_S:g} s",
+                f"the daemon has not answered a request for {ANSWER_TIMEOUT_S:g} s",
                 path=self.path,
-                hint="does its disk still answer?",
+                hint="check whether the disk of the daemon still responds",
             )
 
     def _give_back(self, kind: type[Message], answer: Message) -> None:
@@ -584,7 +585,9 @@ class Channel:
     def gone(self) -> FFServeError:
         """Return why requests fail."""
         if self.broken is None:
-            return ServerUnavailable("this request was given up", path=self.path)
+            return ServerUnavailable(
+                "the request was given up before its answer came", path=self.path
+            )
         return self.broken.located()
 
 

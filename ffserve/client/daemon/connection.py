@@ -49,10 +49,10 @@ from ffserve.system.socket_path import find_socket
 T = TypeVar("T")
 
 SILENCE_S = 10
-"""A daemon that owes an answer and sends nothing for so long is stopped: while it works on
+"""A daemon that owes an answer and sends nothing for this long is stopped: while it works on
 requests it sends ALIVE (server.ALIVE_INTERVAL_S)."""
 SEND_TIMEOUT_S = 30
-"""The daemon may leave requests that fill the socket unread for so long."""
+"""The daemon may leave requests that fill the socket unread for this long."""
 
 
 class Driver(ABC):
@@ -160,7 +160,7 @@ class Driver(ABC):
         """Return the error of requests after an error of the socket."""
         if isinstance(error, FFServeError):
             return error
-        return ServerUnavailable(f"the daemon is gone: {error}", path=self.path)
+        return ServerUnavailable(f"the connection to the daemon failed: {error}", path=self.path)
 
     # ---- the end --------------------------------------------------------------------------
 
@@ -467,11 +467,11 @@ class Connection(Driver):
 
 
 def silent_error(path: str) -> SilentError:
-    """Return the error for a daemon that gives no sign of life."""
+    """Return the error for a daemon that sends nothing."""
     return SilentError(
-        f"the daemon owes an answer and has sent nothing for {SILENCE_S} s",
+        f"the daemon has not answered a request, and has sent nothing for {SILENCE_S} s",
         path=path,
-        hint="is its process stopped, or the machine swapping?",
+        hint="check whether its process is stopped, or the machine is swapping",
     )
 
 

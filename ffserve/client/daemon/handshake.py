@@ -100,11 +100,18 @@ class Handshake:
             if isinstance(error, FFServeError):
                 raise
             timed_out = isinstance(error, TimeoutError)
-            reason = f"no WELCOME within {CONNECT_TIMEOUT_S:g} s" if timed_out else str(error)
+            reason = (
+                f"the daemon sent no WELCOME within {CONNECT_TIMEOUT_S:g} s"
+                if timed_out
+                else str(error)
+            )
             raise ServerUnavailable(
                 f"the handshake {'timed out' if timed_out else 'failed'}: {reason}",
                 path=self.path,
-                hint="the daemon is stopped or the machine is overloaded; server='require' waits",
+                hint=(
+                    "check whether the daemon is stopped or the machine overloaded, or wait with "
+                    "server='require'"
+                ),
             ) from error
         match messages[0]:
             case protocol.Welcome(about=about):
@@ -121,7 +128,7 @@ class Handshake:
         version = about.get("version")
         if version not in protocol.VERSIONS:
             raise ProtocolError(
-                f"invalid WELCOME: version {version!r}, which this client did not offer",
+                f"invalid WELCOME: it has version {version!r}, which this client did not offer",
                 path=self.path,
             )
         arena_size, capacity = about.get("arena_size"), about.get("capacity")
@@ -131,11 +138,14 @@ class Handshake:
             )
         if arena_size <= 0 or not 0 < capacity < 1 << 48:
             raise ProtocolError(
-                f"invalid WELCOME: arena_size {arena_size}, capacity {capacity}", path=self.path
+                f"invalid WELCOME: it has arena_size {arena_size} and capacity {capacity}",
+                path=self.path,
             )
         generation = about.get("generation", 0)
         if not isinstance(generation, int) or not 0 <= generation < 1 << 62:
-            raise ProtocolError(f"invalid WELCOME: generation {generation!r}", path=self.path)
+            raise ProtocolError(
+                f"invalid WELCOME: it has generation {generation!r}", path=self.path
+            )
         self._generation = generation
         try:
             check_page(self.path, self._fds, about.get("epoch"), arena_size, lost=self._fds_lost)
@@ -197,7 +207,7 @@ def _connect(path: str) -> socket.socket:
         elif isinstance(error, PermissionError):
             hint = "become a member of the socket's group (see `ls -l`) and log in again"
         elif isinstance(error, BlockingIOError):
-            hint = "the daemon is stopped or overloaded: see `ffserve status`"
+            hint = "check with `ffserve status` whether the daemon is stopped or overloaded"
         else:
             hint = "start one with `ffserve serve`, or set $FFSERVE_SOCKET"
         raise ServerUnavailable(

@@ -1,4 +1,4 @@
-"""Memory of the daemon in this process: what came by descriptor, and what is mapped of it.
+"""Memory of the daemon in this process: the files that came as descriptors, and their mappings.
 
 WELCOME brings the descriptor of one page, which shows whether descriptors arrive and can be mapped.
 OPENED brings three descriptors for each domain in which this session opens something for the first
@@ -26,7 +26,7 @@ from ffserve.protocol import MOST_FILES
 from ffserve.system.memfd import can_map, is_sealed, map_read_only
 
 FILES = 3
-"""The daemon passes so many descriptors for each domain."""
+"""The daemon passes this many descriptors for each domain."""
 _NO_MORE_FILES = "this process may have no more open files"
 MORE_FILES = "raise its limit: ulimit -n"
 
@@ -159,8 +159,8 @@ def check_page(path: str, fds: list[int], epoch: object, arena_size: int, *, los
         raise _unmapped(
             path,
             f"{len(fds)} descriptors came with WELCOME, not 1",
-            "only a direct connection through a Unix socket passes descriptors: is there a proxy "
-            "in between?",
+            "connect to the daemon without a proxy: only a direct connection through a Unix socket "
+            "passes descriptors",
         )
     if not is_sealed(fds[0]):
         raise ProtocolError("the daemon's memory is not sealed", path=path)
@@ -174,7 +174,7 @@ def check_page(path: str, fds: list[int], epoch: object, arena_size: int, *, los
     finally:
         close_all(spare)
     if int(page[:8].view("<u8")[0]) != epoch:
-        raise ProtocolError("invalid WELCOME: its page is that of another daemon", path=path)
+        raise ProtocolError("invalid WELCOME: its page belongs to another daemon", path=path)
     if not can_map(arena_size):
         text = f"this process has no address space for the arena of {arena_size} bytes"
         raise _unmapped(path, text, "raise its limit: ulimit -v")

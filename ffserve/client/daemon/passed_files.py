@@ -29,9 +29,9 @@ from ffserve.store.origin import ObjectVersion
 from ffserve.store.urls import is_url
 
 AT_ONCE = 256
-"""One call looks at so many files; no signal interrupts it."""
+"""One call looks at this many files; no signal interrupts it."""
 OPENED_AT_ONCE = 64
-"""One call opens so many files; with their index files, not all may fit into a message."""
+"""One call opens this many files; with their index files, not all may fit into a message."""
 
 
 class DatasetRequest(Protocol):
@@ -47,7 +47,7 @@ class DatasetRequest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DescribedFiles:
-    """What OPEN says of files. identities: packed. tags, access: of remote files; see
+    """The description of files in OPEN. identities: packed. tags, access: of remote files; see
     [PROTOCOL.md](../../docs/PROTOCOL.md)."""
 
     identities: bytes
@@ -56,9 +56,9 @@ class DescribedFiles:
 
 
 def described(request: DatasetRequest, fetches: frozenset[str], daemon: str) -> DescribedFiles:
-    """Return the states of files, for OPEN: those that they had when they were opened first, if
-    they were. The daemon has the files of these open as long as anybody does, also when others
-    have taken their names.
+    """Return the states of files for OPEN. For a file that was opened before it is the state of
+    then: the daemon has that file open as long as any client has, even if another file has got its
+    name.
 
     Args: fetches: protocols by which the daemon fetches. daemon: its socket, for errors.
     Raises: MissingFile, AccessDenied, ReadError: also if the daemon fetches no such files.

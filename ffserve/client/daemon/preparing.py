@@ -31,10 +31,10 @@ from ffserve.protocol import ELSEWHERE, READABLE, YOURS
 log = logging.getLogger("ffserve")
 
 CHECKED_EVERY = 10_000
-"""One in so many samples that are found in memory is prepared again and compared."""
+"""One in this many samples that are found in memory is prepared again and compared."""
 MOST_ROUNDS = 4
-"""Samples that vanish before they are copied are claimed again so many times; then this
-process prepares them."""
+"""Samples that vanish before they are copied are claimed again this many times; then this process
+prepares them."""
 LARGEST_MEMORY = 256 << 20
 """Bytes of the memory file, of which only those that were written take memory; results of one batch
 beyond that are not shared."""

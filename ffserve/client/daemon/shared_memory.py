@@ -39,19 +39,17 @@ from ffserve.errors import (
 from ffserve.formats.base import UNKNOWN_LENGTH
 
 GET_COUNT = 1024
-"""One GET asks for at most so many samples: many times the depth of the engine."""
+"""One GET asks for at most this many samples: many times the depth of the engine."""
 GET_SIZE = 8 << 20
 """Bytes of samples in one GET, if that is more than one sample: while the client copies them, the
 daemon reads the next ones."""
 GETS_IN_FLIGHT = 4
-"""A request has so many GETs in flight: the daemon works on the next one while this process
+"""A request has this many GETs in flight: the daemon works on the next one while this process
 copies the last."""
 _MOST_EMPTY_ROUNDS = 1000
 REFUSED_S = 30.0
 """How long the daemon is not asked again for what its arena could not hold: the arena can be
 resized, and leases end."""
-_MOST_DOUBLED = 4
-"""How often that time doubles: each time that the arena was busy, which costs a wait of 20 s."""
 
 
 class DaemonSource:
@@ -175,7 +173,8 @@ class DaemonSource:
         busy = isinstance(error, ArenaBusyError)
         if not busy and not size:
             return
-        refused_s = REFUSED_S * 2 ** (min(self._busy_count, _MOST_DOUBLED) if busy else 0)
+        # The time doubles, each time that the arena was busy, which costs a wait of 20 s.
+        refused_s = REFUSED_S * 2 ** (min(self._busy_count, 4) if busy else 0)
         self.refused = time.monotonic() + refused_s, size, error
         self._busy_count += busy
 

@@ -521,7 +521,7 @@ static int examine(survey *s, ffs_example_feature *feature, span value)
     int64_t *first = counted.items ? feature->rows : feature->empty;
     if (first[found.kind] < 0)
         first[found.kind] = s->row;
-    feature->several |= counted.items != 1;
+    feature->several |= counted.items > 1;
     if (found.kind == FFS_EXAMPLE_BYTES && !feature->binary)
         feature->binary = !all_utf8(&found);
     return 0;

@@ -1,1 +1,1 @@
-"""Files: which files the daemon has open, for whom, and whether they are sound."""
+"""Files: the open files of the daemon, who may read them, and checks of their content."""

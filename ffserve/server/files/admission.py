@@ -1,7 +1,7 @@
 """Admission: whether the files of an OPEN may be open, beside those of all others.
 
 The limit on open files is shared. Idle shards are closed for an OPEN that needs their descriptors;
-what is refused fails at once, and says how many files are in use.
+an OPEN that is refused fails at once, and its error says how many files are in use.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Admission:
             self._promised = [each for each in self._promised if each is not mine]
 
     def opened(self, owner: Owner, aliases: list[Alias]) -> None:
-        """These shards of an owner's OPENs are open now."""
+        """Note that these shards of an owner's OPENs are open now."""
         for each, promised in self._promised:
             if each == owner:
                 promised.difference_update(aliases)

@@ -29,12 +29,12 @@ from ffserve.server.users.threads import in_thread
 T = TypeVar("T")
 
 DROP_COUNT = 8192
-"""The loop takes a turn after so many samples of a dropped shard were evicted: 1 to 4 ms."""
+"""The loop takes a turn after this many samples of a dropped shard were evicted: 1 to 4 ms."""
 RELEASE_COUNT = 1 << 18
-"""The loop takes a turn after the tables of so many samples of a forgotten shard were given back:
+"""The loop takes a turn after the tables of this many samples of a forgotten shard were given back:
 1 ms."""
 SILENT_S = 5.0
-"""A device whose file system does not answer for so long is silent. Its files are not looked at
+"""A device whose file system does not answer for this long is silent. Its files are not looked at
 until it has answered."""
 
 
@@ -134,7 +134,7 @@ class ShardCloser:
     # ---- users that do not come again -----------------------------------------------------------
 
     def end_namespace(self, number: int) -> None:
-        """Drop what is cached for the users of a mount namespace: none of them will come again."""
+        """Drop the cached samples of the users of a mount namespace that has ended."""
         self._ended.add(number)
 
     def _has_ended(self, owner: Owner | None) -> bool:
@@ -186,7 +186,7 @@ class ShardCloser:
     # ---- closed shards --------------------------------------------------------------------------
 
     async def drop_oldest(self) -> bool:
-        """Drop a shard that no session has open; return False when there is none that can be."""
+        """Drop a shard that no session has open; return False if none can be dropped."""
         held = self._held
         idle = len(held.idle)
         if not held.closed:

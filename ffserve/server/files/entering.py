@@ -1,4 +1,4 @@
-"""Entering: shards get their rows in the tables: new ones, prepared ones, and a predecessor's.
+"""Entering: new shards, prepared shards and a predecessor's shards get their rows in the tables.
 
 A file that is opened again gets back the samples of the closed shard that it was, if the tables of
 the two are equal: another file can have its inode by then.
@@ -79,7 +79,7 @@ class ShardEntries:
 
     def _inherit(self, shard: OpenShard) -> OpenShard | None:
         """Return the closed shard of the same file, whose samples belong to this shard from now on;
-        None: there is none."""
+        None if there is none."""
         closed = self._held.closed.pop(shard.key, None)
         if closed is None:
             return None
@@ -95,7 +95,7 @@ class ShardEntries:
             and (not closed.adopted or self._suits(closed, shard))
         )
         if not same:
-            # It is another file with the number, size and times of a deleted one.
+            # It is a new file with the inode, size and times of a deleted one.
             self._held.closed[closed.key] = closed
             self._held.set_apart(closed)
             return None

@@ -29,7 +29,8 @@ from ffserve.server.users.shares import User
 from ffserve.server.users.threads import UserThreads
 
 EXPLAIN_S = 2.0
-"""An answer waits for its explanation at most so long. A client waits for an answer for far longer.
+"""An answer waits for its explanation at most this long. A client waits for an answer for far
+longer.
 """
 
 

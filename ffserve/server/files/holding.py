@@ -49,7 +49,7 @@ from ffserve.server.users.peers import HOST, OWN, Owner, viewer_of
 from ffserve.server.users.threads import run_in_thread
 
 HOLD_COUNT = 256
-"""The loop takes a turn after so many shards were looked up, listed, closed or forgotten."""
+"""The loop takes a turn after this many shards were looked up, listed, closed or forgotten."""
 
 
 class FileEngines(Protocol):
@@ -64,10 +64,10 @@ class FileEngines(Protocol):
         """Forget a file of which no read is queued or in flight."""
 
     def set_remote(self, engine: int, file: int, base: int, remote: RemoteShard) -> None:
-        """A file that was added is that of a remote shard."""
+        """Note that a file that was added belongs to a remote shard."""
 
     def remove_remote(self, base: int) -> None:
-        """A remote shard is closed."""
+        """Note that a remote shard is closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class OpenSettings:
 
 
 class DescriptorBudget:
-    """How many files may be open, by the limit of the process (RLIMIT_NOFILE).
+    """The number of files that may be open, by the limit of the process (RLIMIT_NOFILE).
 
     `limits.py` explains the parts.
     """
@@ -124,13 +124,13 @@ class DescriptorBudget:
 
     @property
     def spare(self) -> int:
-        """How many more files may be open a second time."""
+        """The number of further files that may be open a second time."""
         return self._most_extra - self._extra
 
     @property
     def shard_count(self) -> int:
-        """How many shards may be open: fewer once the second descriptors need more than their
-        part."""
+        """The number of shards that may be open; it falls when second descriptors need more than
+        their part."""
         return max(self._most_open - max(self._extra - self._most_extra, 0), 0)
 
 
@@ -168,7 +168,7 @@ class HeldShards:
     # ---- proofs ---------------------------------------------------------------------------------
 
     def proven(self, aliases: list[Alias], owner: Owner) -> list[OpenShard | None]:
-        """Return, for each alias, the shard that an owner has proven it may read; None: there is
+        """Return, for each alias, the shard that an owner has proven it may read; None if there is
         none."""
         common, own = self._aliases.get(None, {}), self._aliases.get(owner, {})
         found = [common.get(alias) or own.get(alias) for alias in aliases]
@@ -181,7 +181,7 @@ class HeldShards:
             self._aliases.setdefault(shard.key.owner, {})[alias] = shard
 
     def drop_aliases(self, shard: OpenShard) -> None:
-        """No client finds a shard by an alias from now on."""
+        """Delete the aliases of a shard, so that no client finds it by one."""
         domain = self._aliases.get(shard.key.owner, {})
         for alias in shard.aliases:
             if domain.get(alias) is shard:
@@ -199,7 +199,7 @@ class HeldShards:
     # ---- sessions -------------------------------------------------------------------------------
 
     def hold(self, shards: list[OpenShard], owner: Owner) -> None:
-        """A data set of a session has these shards open; `release` gives them back."""
+        """Note that a data set of a session has these shards open; `release` gives them back."""
         fresh = 0
         for shard in shards:
             if shard.sessions == 0:
@@ -243,12 +243,12 @@ class HeldShards:
         self.count_of[owner] -= 1
         if not self.count_of[owner]:
             del self.count_of[owner]
-        # The proof of the last holder stays, for its next job. That of an owner whose namespace can
-        # end does not, so that nobody else gets it.
+        # The proof of the last holder stays, for its next job. The proof of an owner whose
+        # namespace can end does not stay, since a later namespace may have the same number.
         if shard.holders or owner[1] not in (OWN, HOST):
             shard.proven -= {owner}
         if shard.remote is not None and shard.holders and len(shard.remote.objects) > 1:
-            # Others share the shard, with their own access.
+            # Other users share the shard, with their own access.
             shard.remote.proofs.pop(owner, None)
             opened = shard.remote.objects.pop(owner, None)
             if opened is not None and self.remote is not None:
@@ -276,8 +276,8 @@ class HeldShards:
         return fds
 
     def changed(self, bases: Container[int]) -> set[int]:
-        """Return the first numbers of those of these shards whose file has changed since it was
-        opened. Args: bases: first numbers."""
+        """Return the first numbers of the shards whose file has changed since it was opened. Args:
+        bases: first numbers."""
         return {
             shard.base
             for shard in self.open.values()

@@ -47,7 +47,7 @@ from ffserve.server.users.peers import Peer, viewer_of
 from ffserve.server.users.threads import in_thread
 
 REMOTE_COUNT = 64
-"""So many remote files of an OPEN are identified together."""
+"""This many remote files of an OPEN are identified together."""
 LOOK_S = 0.25
 """A session that waits for files which others open looks so often whether these wait for something
 else by now."""

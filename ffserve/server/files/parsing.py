@@ -37,10 +37,10 @@ from ffserve.server.users.peers import Peer
 from ffserve.store.fetching import OpenObject
 
 JOIN_S = 1.0
-"""A session waits at most so long for a file that waits for other files of another session. To open
-253 small files takes 30 ms, and more on a slow file system."""
+"""A session waits at most this long for a file that waits for other files of another session. To
+open 253 small files takes 30 ms, and more on a slow file system."""
 SINGLY_S = 0.1
-"""When files were opened one by one for so long, those that are open are entered, since other
+"""When files were opened one by one for this long, those that are open are entered, since other
 sessions may wait for one of them."""
 
 
@@ -59,7 +59,7 @@ class OpeningGroup:
     """The file that the thread reads alone. That takes minutes if the file must be scanned."""
 
     def holds_up(self, key: ShardKey, now: float) -> bool:
-        """Whether one of these files has waited for the others for too long."""
+        """Whether one of these files has waited too long for the others."""
         return now - self.begun > JOIN_S and not self.alone and self.current != key
 
 
@@ -87,7 +87,7 @@ class IdentifiedFiles:
 @dataclass(slots=True)
 class IdentifiedObjects:
     """Remote files of an OPEN. keys: of their shards. objects: opened with this peer's access, once
-    that has been checked; None: the object belongs to a shard."""
+    that has been checked; None if the object belongs to a shard."""
 
     remote: RemoteFiles
     peer: Peer
@@ -396,7 +396,7 @@ def _reopen(fds: Int32s, paths: list[str]) -> tuple[Int32s, Int64s]:
     try:
         return open_direct_all(fds)
     except OSError as error:
-        # It names /proc/self/fd/FD.
+        # The error names /proc/self/fd/FD.
         failed = os.path.basename(str(error.filename or ""))
         named = dict(zip(map(str, fds.tolist()), paths, strict=True))
         raise os_error(error, named.get(failed, paths[0])) from error

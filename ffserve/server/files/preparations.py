@@ -17,7 +17,7 @@ LEAST_SAVED_S = 1e-15
 no time (for empty samples it is 0)."""
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(eq=False)
 class Preparation:
     """A way in which a user's samples are prepared.
 

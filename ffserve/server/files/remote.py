@@ -1,4 +1,4 @@
-"""Remote files of clients: who owns them, whether their user may read them, and their tables.
+"""Remote files of clients: their owners, the right of a user to read them, and their tables.
 
 A remote file is an object of the store (`ffserve/store/`), a sparse file that the engines read as
 any other; `fetches.py` brings its blocks before they are read. The client names the version that it
@@ -49,7 +49,7 @@ log = logging.getLogger("ffserve")
 
 
 GIVE_UP_S = 75.0
-"""The daemon asks a failing origin again for so long. A client waits 120 s for an answer, and the
+"""The daemon asks a failing origin again for this long. A client waits 120 s for an answer, and the
 last attempt can take another 30 s."""
 
 
@@ -90,7 +90,7 @@ class RemoteShard:
         self.worth = np.zeros(self.stored.count)
 
     def object_for(self, owner: Owner | None) -> OpenObject:
-        """Return the object with the access of a user, or of another who shares it."""
+        """Return the object with the access of a user, or of another user that shares it."""
         found = None if owner is None else self.objects.get(owner)
         return next(iter(self.objects.values())) if found is None else found
 
@@ -154,7 +154,7 @@ class RemoteFiles:
         place = access.place(identity.url)
         owner = None if place in self._common else peer.owner
         own = owner == (os.geteuid(), OWN)
-        # Without a name, objects are those that this user's processes have in the same store.
+        # Without a name, the objects are shared with this user's processes that use the same store.
         name = "" if own else f"{self._domain_name(owner)}\n{place}"
         seed = f"{name_of(identity, name)} {name}".encode("utf-8", "surrogateescape")
         digest = hashlib.blake2b(seed, digest_size=24).digest()
@@ -180,7 +180,7 @@ class RemoteFiles:
 
     def _domain_name(self, owner: Owner | None) -> str:
         """Return the name of a domain in the store. The number of a container may be another's in
-        the next daemon: what was fetched for it is not used again then."""
+        the next daemon: then the blocks that were fetched for the container are not used again."""
         if owner is None:
             return "common"
         uid, namespace = owner
@@ -192,7 +192,8 @@ class RemoteFiles:
     def identify(
         self, wanted: Sequence[WantedFile], unproven: Sequence[WantedFile], peer: Peer
     ) -> list[OpenObject]:
-        """Open objects for a peer; of those unproven, ask the origins whether it may read them.
+        """Open objects for a peer; ask the origins of unproven objects whether the peer may read
+        them.
 
         Raises: the error of an origin; ReadError: an object has changed, or cannot be opened. Then
             none is open.
@@ -309,7 +310,7 @@ def _for_all(call: Callable[[WantedFile], object], items: Sequence[WantedFile]) 
             else:
                 future.set_result(None)
 
-    # They are not threads of a pool, since the daemon must not wait for them when it ends.
+    # These are not threads of a pool, since the daemon must not wait for them when it ends.
     for _ in range(min(len(items), ASKED_AT_ONCE)):
         threading.Thread(target=work, name="ffserve-open", daemon=True).start()
     wait(futures)
@@ -355,7 +356,7 @@ def identity_from(
 
 
 def store_fault(config: ServerConfig) -> FFServeError | None:
-    """Return why the settings of the store cannot be used; None: they can, or are not set."""
+    """Return why the settings of the store cannot be used; None if they can, or are not set."""
     if not config.store_directory or config.store_access == "own":
         return None
     try:

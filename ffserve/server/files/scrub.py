@@ -35,13 +35,14 @@ from ffserve.server.users.threads import in_thread
 log = logging.getLogger("ffserve")
 
 PIECE_COUNT, PIECE_SIZE = 4096, 1 << 20
-"""A piece has at most so many samples, and so many bytes unless one sample or chunk is larger."""
+"""A piece has at most this many samples, and this many bytes unless one sample or chunk is
+larger."""
 LEAST_SIZE = 64 << 10
-"""A piece counts as so many bytes at least, since a read of fewer bytes takes as long."""
+"""A piece counts as this many bytes at least, since a read of fewer bytes takes as long."""
 MOST_GAP = 64 << 10
 """A piece ends where more bytes than this lie between two samples."""
 IDLE_S = 1.0
-"""A piece is read when no sample was asked for during so long."""
+"""A piece is read when no sample was asked for during this long."""
 LOOK_S = 1.0
 """The scrubber looks so often at the rate, at whether the daemon is idle, and at whether there is a
 file."""
@@ -134,7 +135,7 @@ class Scrubber:
             await self._pause(max(size, LEAST_SIZE) if size else 0)
 
     async def _pause(self, size: int) -> None:
-        """Wait as long as reading so many bytes should take, or LOOK_S if there are none."""
+        """Wait as long as reading this many bytes should take, or LOOK_S if there are none."""
         if not size:
             await asyncio.sleep(LOOK_S)
         left = float(size)
@@ -192,7 +193,7 @@ class Scrubber:
         return (piece if piece.size > 0 else None), position + count
 
     def _report(self, shard: OpenShard, damage: Damage) -> None:
-        """A sample is damaged, or its file has changed."""
+        """Report a sample that is damaged, or whose file has changed."""
         if _is_scrubbed(shard):  # else no session has it open by now
             if shard.contradiction is not None:
                 self._catalog.set_stale(shard)

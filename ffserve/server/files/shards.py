@@ -29,7 +29,7 @@ format, verify, tolerant."""
 
 
 class FileIdentity(NamedTuple):
-    """A file as the daemon sees it; of a remote file, numbers that stand for its version."""
+    """The identity of a file; for a remote file, numbers that stand for its version."""
 
     device: int
     inode: int
@@ -39,12 +39,12 @@ class FileIdentity(NamedTuple):
 
     @property
     def state(self) -> FileState:
-        """Its size and times."""
+        """The size and the times of the file."""
         return FileState(self.size, self.mtime_ns, self.ctime_ns)
 
 
 class ShardKey(NamedTuple):
-    """What a shard is known by. Files of one key share one shard.
+    """The key of a shard. Files of one key share one shard.
 
     owner: of the domain that its samples belong to. apart: -1; the base of a shard that is set
     apart, since its file was replaced: an OPEN does not find it any more.
@@ -66,7 +66,7 @@ class ShardKey(NamedTuple):
 _PREPARED_BY = re.compile(r"(.*) ([0-9]{1,19}) ([0-9a-f]{64})", re.DOTALL)
 """The path in a row of prepared samples: name of the preparation, first index, key."""
 SUFFIX_LENGTH = 16
-"""An alias has so many characters of the end of a name: the suffix may decide the format."""
+"""An alias has this many characters of the end of a name: the suffix may decide the format."""
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +111,7 @@ class OpenShard:
     """Whether the file has other records by now. The next data set opens the file anew."""
     idle_since: float = 0.0
     damaged: int = 0
-    """So many samples were found damaged."""
+    """This many samples were found damaged."""
     _damaged: bytearray = field(default_factory=bytearray)
     """A bit for each sample, once a damaged one was found."""
     remote: RemoteShard | None = None
@@ -144,7 +144,7 @@ class PassedFile:
 
 @dataclass(slots=True)
 class Request:
-    """An OPEN: which files, and how.
+    """An OPEN: the files, and the settings by which they are opened.
 
     paths: the client's names. The daemon opens no file by them. URLs are without secrets.
     identities: the files as the client sees them. remote: the versions of remote files, by
@@ -242,7 +242,7 @@ def row_of(shard: OpenShard) -> ShardRow:
 
 def preparation_of(row: ShardRow) -> tuple[str, int, bytes] | None:
     """Return how the samples of a row were prepared: name of the preparation, index of the first
-    sample, key. None: the row does not say it."""
+    sample, key. None if the row does not have it."""
     found = _PREPARED_BY.fullmatch(row.path)
     if found is None:
         return None

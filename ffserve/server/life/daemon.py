@@ -10,8 +10,6 @@ import asyncio
 import contextlib
 import fcntl
 import gc
-import grp
-import importlib
 import logging
 import os
 import resource
@@ -21,7 +19,6 @@ import stat
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import ModuleType
 from typing import Any, TypeAlias
 
 import uvloop
@@ -29,26 +26,24 @@ import uvloop
 from ffserve._version import __version__
 from ffserve.cache.inventory import Inventory
 from ffserve.config import ServerConfig, format_size, merge_live
-from ffserve.disk.files import os_error, raise_file_limit
+from ffserve.disk.files import os_error
 from ffserve.engine.io import ring_refusal
 from ffserve.errors import FFServeError, ReadError, UsageError
-from ffserve.limits import LEAST_FILES, OWN_SIZE
-from ffserve.server.files.remote import store_fault, try_store
-from ffserve.server.life.fd_store import forget, keep, memory_of, notify, passed
+from ffserve.server.files.remote import try_store
+from ffserve.server.life.fd_store import forget, keep, memory_of, passed
 from ffserve.server.life.handover import DRAIN_S, LISTENER, LOCK, give, take_from
 from ffserve.server.life.log import start_logging
 from ffserve.server.life.restart import QUARANTINE_S, RETURN_S, take
+from ffserve.server.life.startup import check, group_of, http_module
 from ffserve.server.sessions.server import Server, listen
 from ffserve.server.sessions.state import ServerState
-from ffserve.server.users.access import may_read_everything
-from ffserve.system.machine_memory import usable_memory
 from ffserve.system.memfd import is_locked_below
 from ffserve.system.socket_path import prepare_socket_directory
+from ffserve.system.systemd import notify
 
 log = logging.getLogger("ffserve")
 
 Action: TypeAlias = Callable[[], object]
-_STOPPING = (signal.SIGTERM, signal.SIGINT)
 STATUS_INTERVAL_S = 5.0
 """How often the service manager gets a line about the daemon, if it has changed."""
 IDLE_CHECK_S = 1.0
@@ -58,32 +53,6 @@ SETTLE_INTERVAL_S = 1.0
 """How often a daemon that took memory over looks for leases of its predecessor."""
 EXIT_FAULT = 1
 """Exit code after an internal error; systemd starts the daemon again."""
-
-
-def check(config: ServerConfig, ignored: Sequence[str] = ()) -> None:
-    """Check whether a daemon could start with these settings, as far as that can be known before.
-
-    Args: ignored: see `load_config`; each is logged.
-    Raises: UsageError.
-    """
-    for text in ignored:
-        log.warning("ignored a setting of an earlier release: %s", text)
-    raise_file_limit()
-    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    for fault in (
-        file_limit_fault(most_files),
-        common_fault(config),
-        memory_fault(config, usable_memory()),
-        store_fault(config),
-    ):
-        if fault is not None:
-            raise fault
-    for root in config.roots:
-        if not os.path.isdir(root):
-            log.warning("missing root %s: it is served as soon as the directory exists", root)
-    group_of(config)
-    if config.http:
-        http_module()
 
 
 def serve(
@@ -130,39 +99,6 @@ def serve(
             _remove_socket(config.socket, lock)
 
 
-def file_limit_fault(most_files: int) -> UsageError | None:
-    """Return why no daemon can start with this limit on open files; None: one can."""
-    if most_files >= LEAST_FILES:
-        return None
-    return UsageError(
-        f"the limit on open files is {most_files}; the daemon needs {LEAST_FILES} and one for "
-        "each file that it serves",
-        hint="raise the limit (ulimit -n, or LimitNOFILE= in the systemd unit)",
-    )
-
-
-def common_fault(config: ServerConfig) -> UsageError | None:
-    """Return why this user's daemon cannot have the setting `common`; None: it can."""
-    if config.common != "user" or not may_read_everything():
-        return None
-    return UsageError(
-        "common = 'user' shares what the daemon's own user may read, and this user may read every "
-        "file",
-        hint="run the daemon as an ordinary user, or set common = 'world'",
-    )
-
-
-def memory_fault(config: ServerConfig, memory: int) -> UsageError | None:
-    """Return why the arena has no room in so many bytes of memory; None: it has."""
-    if config.arena_size <= memory - OWN_SIZE:
-        return None
-    return UsageError(
-        f"an arena of {format_size(config.arena_size)} and {format_size(OWN_SIZE)} for the daemon "
-        f"itself exceed the {format_size(memory)} of memory that this process may use",
-        hint="choose a smaller --arena, and leave memory for the jobs",
-    )
-
-
 class _DaemonSignals:
     """The signals that the daemon handles. They may come before its loop handles them.
 
@@ -171,7 +107,7 @@ class _DaemonSignals:
 
     def __init__(self) -> None:
         hangup = {signal.SIGHUP} if _has_terminal() else set()
-        self._stopping = self._wanted({*_STOPPING, *hangup})
+        self._stopping = self._wanted({signal.SIGTERM, signal.SIGINT, *hangup})
         self._reloading = self._wanted({signal.SIGHUP} - hangup)
         self._early: list[int] = []
         for number in self._stopping + self._reloading:
@@ -181,7 +117,7 @@ class _DaemonSignals:
         return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
 
     def attach(self, loop: asyncio.AbstractEventLoop, stop: Action, reload: Action) -> None:
-        """Call one of these for each signal, also for those that came before."""
+        """Call one of these for each signal, also for signals that came before."""
         for numbers, action in ((self._stopping, stop), (self._reloading, reload)):
             for number in numbers:
                 loop.add_signal_handler(number, action)
@@ -220,7 +156,7 @@ async def _run(
     state.pages.start()
     signals.attach(loop, stop.set, partial(_reload, server, load))
     _log_start(server)
-    # What was made until now stays: without it a whole collection is over in a part of the time.
+    # All objects made until now stay. Without them a full garbage collection takes much less time.
     gc.freeze()
     if config.engine == "auto" and (reason := ring_refusal(state.reading.engines.kind)):
         log.warning(
@@ -455,17 +391,6 @@ def _listen(config: ServerConfig) -> tuple[socket.socket, int]:
         raise
 
 
-def http_module() -> ModuleType:
-    """Return the module for HTTP. Raises: UsageError: it needs packages that are not installed."""
-    try:
-        return importlib.import_module("ffserve.server.status.http")
-    except ImportError as error:
-        raise UsageError(
-            f"HTTP needs a package that is not installed: {error.name}",
-            hint="pip install 'ffserve[metrics]'",
-        ) from error
-
-
 def _http_listener(config: ServerConfig, passed: Sequence[socket.socket]) -> socket.socket | None:
     """Return a listening socket for HTTP: a TCP socket that systemd passed, or that of the
     configuration; None: there is none."""
@@ -523,19 +448,6 @@ def _open_lock(path: str) -> int:
         path=path,
         hint="remove it, or choose another path with --socket",
     )
-
-
-def group_of(config: ServerConfig) -> int | None:
-    """Return the group of sockets; None: the daemon's own."""
-    group = config.socket_group
-    if group is None:
-        return None
-    try:
-        return int(group) if group.isdecimal() else grp.getgrnam(group).gr_gid
-    except KeyError:
-        raise UsageError(
-            f"unknown group {group!r}", hint="set socket_group to a group of this machine"
-        ) from None
 
 
 def _remove_socket(path: str, lock: int) -> None:

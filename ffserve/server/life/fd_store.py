@@ -8,7 +8,6 @@ a name missing then.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import os
 import socket
@@ -19,24 +18,9 @@ from ffserve.server.life.daemon_memory import DaemonMemory
 from ffserve.server.life.restart import FILE_NAMES, PAGE_NAME, file_names
 from ffserve.server.users.domains import Domain, Domains
 from ffserve.system.memfd import MemoryFile
+from ffserve.system.systemd import notify
 
 _FIRST_PASSED_FD = 3
-
-
-def notify(state: str, *fds: int) -> None:
-    """Send a state such as "READY=1" to the service manager, if there is one, with descriptors."""
-    address = os.environ.get("NOTIFY_SOCKET")
-    if not address:
-        return
-    if address.startswith("@"):
-        address = "\0" + address[1:]
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    with (
-        contextlib.suppress(OSError),
-        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock,
-    ):
-        sock.connect(address)
-        sock.sendmsg([state.encode()], rights)
 
 
 def passed() -> tuple[list[socket.socket], dict[str, int]]:

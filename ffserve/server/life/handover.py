@@ -23,16 +23,17 @@ from ffserve.errors import (
     ServerUnavailable,
     UsageError,
 )
-from ffserve.server.users.peers import Credentials, Peer
+from ffserve.server.users.peers import Peer
+from ffserve.system.socket_path import Credentials
 
 LISTENER, LOCK = "listener", "lock"
 """The names of the listening socket and of the lock on its path."""
 CONNECT_TIMEOUT_S = 5.0
-"""The new daemon waits for the answer to its greeting for so long."""
+"""The new daemon waits for the answer to its greeting for this long."""
 TIMEOUT_S = 30.0
-"""The new daemon waits for all descriptors for so long: the old daemon ends its reads first."""
+"""The new daemon waits for all descriptors for this long: the old daemon ends its reads first."""
 DRAIN_S = 0.25
-"""The old daemon waits for requests under way for so long; clients repeat the requests that it
+"""The old daemon waits for requests under way for this long; clients repeat the requests that it
 did not answer."""
 FDS_AT_ONCE = 64
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Hashable
@@ -20,6 +18,7 @@ from typing import TypeAlias
 from ffserve.config import LogFormat
 from ffserve.errors import printable
 from ffserve.limits import MOST_LOG_KEYS, MOST_LOG_LINE, MOST_LOG_LINES, MOST_USER_LOG_KEYS
+from ffserve.system.systemd import is_journal, priority
 
 log = logging.getLogger("ffserve")
 
@@ -28,16 +27,6 @@ FIRST_INTERVAL_S, LONGEST_INTERVAL_S = 60.0, 3600.0
 LONGEST_INTERVAL_S."""
 NOBODY = -1
 """The user of a line that no user caused."""
-
-_PRIORITIES = {
-    logging.DEBUG: 7,
-    logging.INFO: 6,
-    logging.WARNING: 4,
-    logging.ERROR: 3,
-    logging.CRITICAL: 2,
-}
-"""The priorities of syslog(3), by level."""
-
 
 # ---- formats -----------------------------------------------------------------------------------
 
@@ -49,29 +38,12 @@ def start_logging(level: str, log_format: LogFormat) -> None:
     logging.basicConfig(handlers=[handler, latest], level=level.upper())
 
 
-def priority(level: int) -> str:
-    """Return what begins a line of this level: nothing unless standard error is the journal."""
-    return f"<{_PRIORITIES.get(level, 6)}>" if _is_journal() else ""
-
-
-def _is_journal() -> bool:
-    # systemd.exec(5): device and inode of the journal's stream.
-    stream = os.environ.get("JOURNAL_STREAM")
-    if not stream:
-        return False
-    try:
-        found = os.fstat(sys.stderr.fileno())
-    except (OSError, ValueError):
-        return False
-    return stream == f"{found.st_dev}:{found.st_ino}"
-
-
 class _TextFormatter(logging.Formatter):
     """The journal names the program by itself."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._name = "" if _is_journal() else "ffserve: "
+        self._name = "" if is_journal() else "ffserve: "
 
     def format(self, record: logging.LogRecord) -> str:
         text = self._name + printable(record.getMessage())

@@ -34,11 +34,8 @@ from ffserve.system.memfd import MemoryFile, SharedMemory
 log = logging.getLogger("ffserve")
 
 _STEP = 2 * 1024 * 1024
-_STEP_BACK = 32 * _STEP
-_CHECKED_SIZE = 32 * _STEP
-"""So many bytes of memory must be free before pages are taken ahead."""
 CALM_S = 1.0
-"""No pages are taken ahead for so long after a part of the arena moved to another domain:
+"""No pages are taken ahead for this long after a part of the arena moved to another domain:
 registering 128 MiB occupies an I/O thread for some milliseconds."""
 
 
@@ -46,7 +43,7 @@ class Memory(Protocol):
     """The owner of the arena's pages: `Pages`, or a simulation's."""
 
     def follow(self, size: int) -> None:
-        """So many bytes are in use from now on."""
+        """Note that this many bytes are in use from now on."""
 
     @property
     def settled(self) -> bool:
@@ -123,7 +120,7 @@ class Resizing:
             free = free_memory()
         except OSError as error:
             raise ReadError(
-                f"cannot tell how much memory is free: {error.strerror}",
+                f"cannot find out how much memory is free: {error.strerror}",
                 hint="raise the limit on open files (ulimit -n)",
             ) from error
         if size > self._arena.size and more > free:
@@ -277,7 +274,7 @@ class Pages:
         that have not moved yet hold the arena of the previous daemon, against the same limit."""
         if start < self._free_to <= wanted:
             return True
-        size = min(_CHECKED_SIZE, wanted - start)
+        size = min(32 * _STEP, wanted - start)  # so much must be free before pages are taken
         try:
             free = free_memory()
         except OSError:  # no descriptor is left: it looks again later
@@ -302,7 +299,7 @@ class Pages:
         with self._changed:
             self.populated = min(self.populated, wanted)
             self._engines.arena_ready(self.populated, wanted)
-        start = max(wanted, touched - _STEP_BACK)
+        start = max(wanted, touched - 32 * _STEP)
         self._memory.discard(start, touched - start)
         with self._changed:
             # Nothing grows before all has been given back, so this is as it was.

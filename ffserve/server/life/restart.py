@@ -29,7 +29,7 @@ from ffserve.cache.inventory import (
     Inventory,
     ShardRow,
 )
-from ffserve.cache.tables import CAPACITY, REGION_UNIT
+from ffserve.cache.tables import CAPACITY, REGION_UNIT, SMALLEST_CAPACITY
 from ffserve.config import ServerConfig, format_size
 from ffserve.engine.codec import CRC_32, CRC_32C, CRC_NONE
 from ffserve.errors import ReadError
@@ -45,14 +45,12 @@ PAGE_NAME = "ffserve-page"
 FILE_NAMES = ("ffserve-arena", "ffserve-directory", "ffserve-index")
 """The names of the files of a domain; its serial follows each name."""
 MOST_ATTEMPTS = 3
-"""Memory is not used after so many daemons have ended while they were taking it over."""
+"""Memory is not used after this many daemons have ended while they were taking it over."""
 QUARANTINE_S = 60.0
-"""Slots that were being filled are not used for so long: the kernel may write to them after a
+"""Slots that were being filled are not used for this long: the kernel may write to them after a
 process has died, 31 to 198 ms later as measured."""
 RETURN_S = 30.0
-"""The samples of a predecessor are kept for so long for jobs that have not come back."""
-
-_SMALLEST_CAPACITY = 1 << 22
+"""The samples of a predecessor are kept for this long for jobs that have not come back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +151,7 @@ def _check(inventory: Inventory, config: ServerConfig) -> None:
     if not 0 < get("generation") < 1 << 40:
         raise ReadError(f"the inventory has an invalid generation: {get('generation')}")
     capacity = get("capacity")
-    if not _SMALLEST_CAPACITY <= capacity <= CAPACITY or capacity.bit_count() != 1:
+    if not SMALLEST_CAPACITY <= capacity <= CAPACITY or capacity.bit_count() != 1:
         raise ReadError(f"the inventory has invalid sizes: {capacity} samples")
 
 

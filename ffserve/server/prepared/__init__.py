@@ -1,1 +1,1 @@
-"""Prepared samples: who prepares which one, and how it gets into the memory that all share."""
+"""Prepared samples: the session that prepares each one, and its way into shared memory."""

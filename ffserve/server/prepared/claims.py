@@ -48,13 +48,14 @@ class WaitingClaim:
 
     @property
     def amount(self) -> int:
-        """How many samples it counts as, of those that a user may have."""
+        """The number of samples that this claim counts as, of those that a user may have."""
         return max(len(self.numbers), LEAST_WAITING)
 
 
 @dataclass(slots=True, eq=False)
 class _HeldClaim:
-    """handed_over: the sample is being copied. waiting: in the order in which they came."""
+    """A sample that a holder has claimed. handed_over: the sample is being copied. waiting: the
+    CLAIMs that wait for it, in the order in which they came."""
 
     holder: object
     since: float
@@ -85,7 +86,7 @@ class Claims:
         """Samples that each user has claimed, or waits for."""
 
     def claim(self, holder: object, numbers: Int64s, now: float) -> States:
-        """Claim those samples that are not in memory and that nobody else prepares.
+        """Claim the samples that are not in memory and that no other session prepares.
 
         Returns: the state of each sample, as in CLAIMED.
         """
@@ -142,7 +143,8 @@ class Claims:
         if not waiting.shared():
             self._answer(waiting, np.full(len(waiting.numbers), UNSHARED, np.uint8))
             return
-        # Nothing is claimed before: who waits and holds claims could be waited for in a circle.
+        # Nothing is claimed before the wait, since holders that wait could wait for one another in
+        # a circle.
         waiting.claim = claim = self._elsewhere(waiting, now)
         if claim is None:
             self._answer(waiting, self.claim(waiting.holder, waiting.numbers, now))
@@ -178,7 +180,7 @@ class Claims:
             waiting.claim.waiting.pop(waiting, None)
 
     def hand_over(self, holder: object, numbers: Int64s) -> NDArray[np.bool_]:
-        """A holder hands samples over, which are being copied until `end`.
+        """Note that a holder has handed samples over, which are being copied until `end`.
 
         Returns: which of them it has claimed, and has not handed over yet.
         """
@@ -190,7 +192,7 @@ class Claims:
         return taken
 
     def end(self, holder: object, numbers: list[int]) -> None:
-        """These claims of a holder have ended: the samples are in memory, or free to be claimed."""
+        """End claims of a holder: the samples are in memory, or free to be claimed."""
         held = self._held.get(holder, set())
         before, woken = len(held), list[WaitingClaim]()
         for number in numbers:
@@ -207,8 +209,8 @@ class Claims:
             waiting.later(waiting)
 
     def leave(self, holder: object) -> Iterator[None]:
-        """A holder has gone; take steps. The claims of what it has handed over end when that is
-        copied."""
+        """Forget a holder that has gone, in steps. Claims of samples that it has handed over end
+        when these are copied."""
         for waiting in self._waiting.pop(holder, ()):
             self._stop_waiting(waiting)
             waiting.answer(np.full(len(waiting.numbers), UNSHARED, np.uint8))

@@ -74,7 +74,7 @@ class Copier:
         return PreparedFile(fd)
 
     def drop(self, file: PreparedFile) -> None:
-        """No further load is copied from a file."""
+        """Copy no further load from a file."""
         self.file_count -= 1
         file.dropped = True
         file.close_unused()

@@ -23,7 +23,7 @@ from ffserve.server.sessions.opened import SessionDatasets
 from ffserve.server.users.shares import Bound
 
 EVICTED_COUNT = 1024
-"""One step evicts so many prepared samples."""
+"""One step evicts this many prepared samples."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +36,7 @@ class PrepareRequest:
 
 
 class SessionRequests(Protocol):
-    """What sharing needs of the requests of its session: a PUT is one of them."""
+    """The interface of a session's requests that sharing needs, since a PUT is a request."""
 
     def may_ask(self, now: float) -> Generator[Bound, float, float]:
         """Wait until the user may have another request; return the time."""
@@ -49,11 +49,11 @@ class SessionRequests(Protocol):
     def numbers_of(
         self, tag: int, dataset: OpenDataset, indices: Int64s
     ) -> Generator[None, float, Int64s | None]:
-        """Return the samples' numbers; None: one is out of range, and FAIL was sent."""
+        """Return the samples' numbers; None if one is out of range, and FAIL was sent."""
         ...
 
     def finished(self, request: SampleRequest, now: float) -> None:
-        """A request has its outcome: answer."""
+        """Answer a request that has its outcome."""
         ...
 
 
@@ -114,7 +114,7 @@ class Sharing:
         self._preparer(tag, PrepareRequest(source, message.key, name))
 
     def opened(self, tag: int, request: PrepareRequest, fd: int) -> None:
-        """The memory file for prepared samples has come; the session owns it from now on.
+        """Take the memory file for prepared samples; the session owns it from now on.
 
         Raises: ReadError: the tables are full. `not_opened` must be called then.
         """
@@ -147,7 +147,7 @@ class Sharing:
         self._datasets.request_ended(source)
 
     def not_opened(self, tag: int, request: PrepareRequest, error: FFServeError) -> None:
-        """The prepared samples could not be opened."""
+        """Answer a PREPARE that failed."""
         self._context.user.memory_files -= 1
         self._datasets.request_ended(request.source)
         self._datasets.not_opened(tag, error)
@@ -159,7 +159,7 @@ class Sharing:
         return dataset, dataset.preparation
 
     def claim(self, message: protocol.Claim, now: float) -> Steps:
-        """Say who prepares samples, at once or when nobody else does."""
+        """Answer a CLAIM, at once or when no other session prepares its samples."""
         dataset, preparation = self._prepared(message.dataset, "CLAIM")
         claims, indices = self._state.claims, protocol.unpack_indices(message.indices)
         if len(indices) > protocol.MOST_CLAIMED or claims.waiting_count(dataset) >= MOST_WAITING:
@@ -255,7 +255,7 @@ class Sharing:
         statistics.preparing_saved_s += count * preparation.mean_cost_s
 
     def copied(self, request: SampleRequest) -> None:
-        """Samples of a PUT are in memory, or could not be copied."""
+        """End the claims of a PUT, whose samples are in memory or could not be copied."""
         self._state.reading.scheduler.pins.acknowledge(self._context.owner, [request.tag])
         self._state.claims.end(request.dataset, request.numbers.tolist())
 
@@ -265,7 +265,8 @@ class Sharing:
         return self._stop(dataset, preparation)
 
     def _stop(self, dataset: OpenDataset, preparation: Preparation) -> Steps:
-        """A preparation is not deterministic: forget its samples, as far as they are not in use."""
+        """Forget the samples of a preparation that is not deterministic, as far as they are not in
+        use."""
         state = self._state
         state.files.catalog.preparations.distrust(preparation)
         for shard in dataset.shards:

@@ -1,1 +1,1 @@
-"""Reading: which request gets the next turn, and how its samples come from the disk into memory."""
+"""Reading: gives requests their turns, and brings samples from the disk into memory."""

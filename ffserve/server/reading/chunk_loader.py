@@ -43,9 +43,9 @@ from ffserve.server.reading.statistics import Histogram
 from ffserve.system.memfd import SharedMemory
 
 RAW_SIZE = 64 << 20
-"""At most so many bytes are being read or wait to be decoded, unless one batch is larger."""
+"""At most this many bytes are being read or wait to be decoded, unless one batch is larger."""
 REUSED_SIZE = 16 << 20
-"""The loader keeps so many bytes of buffers for later batches."""
+"""The loader keeps this many bytes of buffers for later batches."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -164,13 +164,14 @@ class ChunkLoader:
             self._submit(device, chunks.batch)
 
     def firsts_of(self, batch: EngineBatch) -> Int64s:
-        """Return the first sample of each block of a batch; none: it is not one of these."""
+        """Return the first sample of each block of a batch; nothing if the batch is not of this
+        loader."""
         found = self._reading.get(batch)
         runs = [] if found is None else found[-1].runs
         return np.array([block.first for block in runs], np.int64)
 
     def take(self, batch: EngineBatch) -> bool:
-        """Decode a batch that has ended; return False if it is not one of these."""
+        """Decode a batch that has ended; return False if the batch is not of this loader."""
         found = self._reading.pop(batch, None)
         if found is None:
             return False

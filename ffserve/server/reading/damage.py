@@ -88,7 +88,7 @@ class SecondReader:
         failures: Failures = {}
         entries, mended = self._directory.entries_memory.address, False
         for sample in samples:
-            # Others of them may lie in the blocks that the first has mended.
+            # Other wrong samples may lie in the blocks that the first one has mended.
             mended = (sample.mend is not None and sample.mend()) or mended
             record = sample.record
             if not record.is_right(sample.fd, self._memory.address + sample.place):

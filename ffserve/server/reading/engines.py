@@ -43,8 +43,8 @@ MERGED_MOST = 32 * 1024
 """Blocks up to this size are merged. Copying a larger one out of a bounce buffer (3 us and above)
 costs more than the read that merging saves."""
 SLOW_S = 5.0
-"""The daemon reports the disk of a read that takes longer: hundreds of reads may wait for one
-disk, but not for so long."""
+"""The daemon reports the disk of a read that takes longer: hundreds of reads may wait for one disk,
+but not for this long."""
 SLOW_READ_S = 0.5
 """`ffserve status` shows the files of a read that takes longer."""
 
@@ -60,32 +60,32 @@ class _Reading:
 
     @property
     def blocks(self) -> Blocks:
-        """Its blocks."""
+        """The blocks that it reads."""
         return self.load.blocks if self.rows is None else self.load.blocks.take(self.rows)
 
 
 class ReadEvents(Protocol):
-    """The receiver of what becomes of reads. It is called in the loop's thread, with the time."""
+    """The receiver of the outcomes of reads. It is called in the loop's thread, with the time."""
 
     def ended(self, loads: list[Load], now: float) -> None:
-        """These loads have ended, with their failures. There may be none."""
+        """Take loads that have ended, with their failures. There may be no load."""
         ...
 
     def broken(self) -> None:
-        """An engine has broken. Its loads are never reported, since the kernel may still write to
-        their slots."""
+        """Note that an engine has broken. Its loads are never reported, since the kernel may still
+        write to their slots."""
         ...
 
     def slow_disk(self, device: str, seconds: float, now: float) -> None:
-        """A read from a device takes so many seconds."""
+        """Note that a read from a device takes this many seconds."""
         ...
 
     def slow_read(self, numbers: Int64s, seconds: float, now: float) -> None:
-        """The reads of these samples, one of each block, took SLOW_READ_S or longer."""
+        """Note that the reads of these samples, one of each block, took SLOW_READ_S or longer."""
         ...
 
     def corrected(self, numbers: Int64s, now: float) -> None:
-        """These samples were right at the second read only."""
+        """Note samples that were right at the second read only."""
         ...
 
 
@@ -176,7 +176,7 @@ class Engines:
 
     @property
     def decoding(self) -> Histogram:
-        """How long chunks were decoded, from the end of their read."""
+        """The time from the end of the read of chunks to the end of their decoding."""
         return self._chunks.decoding
 
     @property
@@ -349,7 +349,8 @@ class Engines:
     # ---- remote files ---------------------------------------------------------------------
 
     def set_remote(self, engine: int, file: int, base: int, remote: RemoteShard) -> None:
-        """A file that was added is that of a remote shard. Args: base: its first number."""
+        """Note that a file that was added belongs to a remote shard. Args: base: its first
+        number."""
         assert self.fetches is not None
         device = self._devices.all[engine]
         (cached,) = device.cached.numbers(np.array([file], np.int32)).tolist()
@@ -359,15 +360,15 @@ class Engines:
         self.fetches.add(base, remote)
 
     def remove_remote(self, base: int) -> None:
-        """A remote shard is closed. Args: base: its first number."""
+        """Note that a remote shard is closed. Args: base: its first number."""
         if self.fetches is not None:
             self.fetches.remove(base)
 
     def _mending(
         self, device: Device, file: int, begin: int, end: int
     ) -> Callable[[], bool] | None:
-        """Return what has an extent of a file fetched again if this disk has damaged it; None: the
-        file is not remote."""
+        """Return a function that fetches an extent of a file again if this disk has damaged it;
+        None if the file is not remote."""
         remote = device.remote.get(file)
         if remote is None or self.fetches is None:
             return None
@@ -382,7 +383,7 @@ class Engines:
         return fetches.hold(load, asking.owner.who, gate)
 
     def _fetched(self, waiting: WaitingLoad) -> None:
-        """The blocks of a load came, or cannot be had."""
+        """Read a load whose blocks came or cannot be had."""
         load, fetches = waiting.load, self.fetches
         assert fetches is not None
         load.fetch_s = time.monotonic() - waiting.begun
@@ -482,12 +483,12 @@ class Engines:
         return WrongSample(record, device.fd(file), place, self._mending(device, file, *extent))
 
     def _ended_apart(self, load: Load) -> None:
-        """A part of a load has ended, and not with a batch of records."""
+        """Note that a part of a load has ended, and not with a batch of records."""
         self._ended(load)
         self._report()
 
     def _ended(self, load: Load) -> None:
-        """A part of a load has ended."""
+        """Note that a part of a load has ended."""
         load.batches -= 1
         if load.batches:
             return
@@ -522,8 +523,8 @@ class Engines:
             device.slow = batch if slow else None
 
     def _wake(self, now: float) -> None:
-        """The loop runs. If it has not run for long (the process was stopped, the machine slept),
-        the disks are not to blame: their reads begin now."""
+        """Note that the loop runs. If it has not run for long (the process was stopped, the machine
+        slept), the disks are not to blame, and their reads count as begun now."""
         if now - self._awake_at >= SLOW_S:
             for device in self._devices.all:
                 for batch in device.engine.in_flight:

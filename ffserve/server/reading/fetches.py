@@ -41,6 +41,8 @@ from ffserve.cache.orders import PARTS
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.dtypes import Floats, Int64s
 from ffserve.errors import AccessDenied, Failure, FFServeError, ReadError
+from ffserve.limits import BLOCK_THREADS, MOST_FETCHED_AHEAD
+from ffserve.reads.fetched import GAP
 from ffserve.server.files.remote import RemoteShard
 from ffserve.server.users.peers import Owner
 from ffserve.store.blocks import PRESENT, StoredObject
@@ -53,23 +55,18 @@ PART_S = 20.0
 A client waits 120 s for an answer."""
 MEND_S = 30.0
 """A damaged block that has not been fetched again after this time fails its samples."""
-THREADS = 4
 FEW_SHARDS = 8
-"""The loop's thread looks for the blocks of at most so many shards; a thread does it for more."""
-GAP = 64 << 10
-"""Records that pass the store come together if at most so many bytes are between them."""
-AHEAD_SIZE = 256 << 20
-"""An order fetches so many bytes ahead, or a quarter of the store if that is less."""
+"""The loop's thread looks for the blocks of at most this many shards; a thread does it for more."""
 AHEAD_S = 0.1
 """The thread looks at the announced orders at this interval."""
 HORIZON, FAR_HORIZON = 4096, 1 << 18
-"""The thread looks at so many samples ahead of a job; at FAR_HORIZON at most if the data do not
+"""The thread looks at this many samples ahead of a job; at FAR_HORIZON at most if the data do not
 fit into the store."""
 WORTH = 0.25
-"""Part of a block that an order must use soon for the block to be worth its fetch, if the data do
-not fit into the store. Else its samples are fetched singly."""
+"""If the data do not fit into the store, a block is fetched only if an order uses at least this
+part of it soon. Otherwise its samples are fetched singly."""
 SOON_S = 60.0
-"""How far the pace of a job may be behind what was expected of it."""
+"""The pace of a job may be this far behind the expected one."""
 LEAST_RATE = 1.0
 USES_S = 2.0
 """Next uses are written to the store at this interval."""
@@ -113,8 +110,8 @@ class WaitingLoad:
 
 
 class BlockGate:
-    """Where a request waits for its blocks, and what keeps them for its loads; see the module's
-    text.
+    """The gate at which a request waits for its blocks, and which keeps them for its loads; see the
+    module's text.
 
     Args: fetches, needs, owner: whose request it is.
     """
@@ -184,7 +181,7 @@ class BlockGate:
         self._fetches.in_loop(self._pass)
 
     def _pass(self) -> None:
-        """In the loop's thread: all blocks are there, or cannot be had."""
+        """End the wait when all blocks are there or cannot be had. In the loop's thread."""
         self._let_through(len(self._numbers))
 
     def _open_in_part(self) -> None:
@@ -257,7 +254,7 @@ class Fetches:
         self._fetched = fetched
         self._shards: dict[int, RemoteShard] = {}
         """By the number of the first sample."""
-        self._pool = ThreadPoolExecutor(THREADS, "ffserve-blocks")
+        self._pool = ThreadPoolExecutor(BLOCK_THREADS, "ffserve-blocks")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ahead: dict[JobProgress, list[int]] = {}
         """Announced data sets with remote shards: the first numbers of these."""
@@ -276,7 +273,7 @@ class Fetches:
         self._loop = loop
 
     def add(self, base: int, remote: RemoteShard) -> None:
-        """A remote shard is open."""
+        """Note that a remote shard is open."""
         self._shards[base] = remote
 
     def remove(self, base: int) -> None:
@@ -286,7 +283,7 @@ class Fetches:
     # ---- threads --------------------------------------------------------------------------
 
     def in_thread(self, call: Callable[[], object]) -> None:
-        """Make a call in a thread; after the end, none."""
+        """Make a call in a thread, unless the threads have ended."""
         with contextlib.suppress(RuntimeError):
             self._pool.submit(_guarded, call)
 
@@ -302,7 +299,7 @@ class Fetches:
         return self._loop.call_later(seconds, call)
 
     def ask(self, opened: OpenObject, blocks: Int64s, worth: Floats) -> list[Future[Outcome]]:
-        """Ask for blocks that somebody waits for. Any thread."""
+        """Ask for blocks that a request or a load waits for. Any thread."""
         futures, now = [], time.time()
         for block in blocks.tolist():
             use = now if worth[block] > now else None
@@ -312,7 +309,7 @@ class Fetches:
     # ---- requests -------------------------------------------------------------------------
 
     def gate(self, numbers: Int64s, owner: Owner) -> BlockGate | None:
-        """Return where a request for samples has to wait; None: it need not."""
+        """Return the gate at which a request for samples has to wait; None if it need not wait."""
         absent = numbers[self._directory.slot_of[numbers] == 0]
         if not len(absent):
             return None
@@ -393,7 +390,7 @@ class Fetches:
         return WaitingLoad(load, owner, rows, time.monotonic(), unpinned, known=known)
 
     def fetch(self, waiting: WaitingLoad) -> None:
-        """Have the blocks of a load fetched; `fetched` is called then."""
+        """Fetch the blocks of a load, and then call `fetched`."""
         blocks = waiting.load.blocks
         wanted = [
             (base, self._shards[base], blocks.begins[rows], blocks.ends[rows])
@@ -434,7 +431,7 @@ class Fetches:
         block: int,
         future: Future[Outcome],
     ) -> None:
-        """A block is there, or cannot be had. Any thread."""
+        """Note that a block is there or cannot be had. Any thread."""
         error = future.exception()
         outcome: Outcome | FFServeError
         if error is None:
@@ -461,7 +458,8 @@ class Fetches:
         self.in_thread(lambda: self._pass(waiting))
 
     def _pass(self, waiting: WaitingLoad) -> None:
-        """All blocks came, or cannot be had. What the store had no room for comes past it."""
+        """Go on with a load whose blocks came or cannot be had. Bytes without room in the store
+        come past it."""
         refused: dict[int, dict[int, bytes]] = {}
         for (base, block), outcome in waiting.outcomes.items():
             if isinstance(outcome, FFServeError):
@@ -512,7 +510,7 @@ class Fetches:
     def _passed(
         self, waiting: WaitingLoad, fd: int, begin: int, rows: list[int], future: Future[Outcome]
     ) -> None:
-        """Bytes have come past the store, or cannot be had. Any thread."""
+        """Note that bytes have come past the store, or cannot be had. Any thread."""
         failure: FFServeError | None = None
         if (error := future.exception()) is not None:
             failure = _as_error(error)
@@ -552,8 +550,10 @@ class Fetches:
     # ---- damage ---------------------------------------------------------------------------
 
     def mend(self, remote: RemoteShard, begin: int, end: int) -> bool:
-        """Have the blocks of an extent, which are pinned, fetched again if they are damaged; return
-        whether there were any. It waits: any thread but the loop's."""
+        """Fetch the pinned blocks of an extent again if they are damaged; return whether any was.
+
+        It waits, so the loop's thread must not call it.
+        """
         with contextlib.suppress(FFServeError, OSError):
             blocks = _covering(remote.stored, np.array([begin]), np.array([end]))
             opened = remote.object_for(None)
@@ -577,7 +577,7 @@ class Fetches:
             self._planner.start()
 
     def leave(self, progress: JobProgress) -> None:
-        """A data set has no session any more."""
+        """Forget a data set that has no session any more."""
         self._ahead.pop(progress, None)
 
     def _keep_looking(self) -> None:
@@ -646,7 +646,7 @@ class Fetches:
         if len(numbers) < horizon and after is not None:
             numbers = np.concatenate((numbers, after.numbers(0, horizon - len(numbers))))
         rate = max(progress.rate(now), LEAST_RATE)
-        most = int(min(store.limit / 4, AHEAD_SIZE)) // store.block_size
+        most = int(min(store.limit / 4, MOST_FETCHED_AHEAD)) // store.block_size
         for place, remote, block in _upcoming(numbers, shards, least):
             due = time.time() + place / rate
             stored = remote.stored
@@ -743,7 +743,7 @@ def _next_parts(remote: RemoteShard, table: NDArray[np.uint8], first: int) -> ND
     Args: table: of the order. first: row of the shard's first sample.
     """
     parts = table[first : first + len(remote.firsts)]
-    # As unsigned numbers less 1, those that do not come are the last.
+    # As unsigned numbers less 1, samples that do not come are the last.
     ranks = parts - np.uint8(1)
     found = np.full(remote.stored.count, 255, np.uint8)
     firsts, lasts = remote.firsts[: len(parts)], remote.lasts[: len(parts)]
@@ -761,7 +761,7 @@ def _next_parts(remote: RemoteShard, table: NDArray[np.uint8], first: int) -> ND
 def _upcoming(
     numbers: Int64s, shards: dict[int, RemoteShard], least: int
 ) -> list[tuple[int, RemoteShard, int]]:
-    """Return the blocks of samples that at least so many of them lie in, soonest needed first: the
+    """Return the blocks that contain at least `least` of these samples, soonest needed first: the
     place of their first use, and where they are."""
     found: list[tuple[int, RemoteShard, int]] = []
     bases = np.array(sorted(shards), np.int64)

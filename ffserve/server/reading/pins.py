@@ -24,7 +24,7 @@ PIN_GRACE_S = 0.05
 """When other requests wait for memory, the daemon takes back pins of finished GETs that are
 older than this."""
 _FEW = 16
-"""One step of `leave` gives back the pins of so many tags."""
+"""One step of `leave` gives back the pins of this many tags."""
 
 
 class Pins:
@@ -57,7 +57,7 @@ class Pins:
         return int(self._cache.arena.open_count * LEASED_SLABS)
 
     def acknowledge(self, owner: Requester, tags: list[int]) -> None:
-        """The client has copied the samples of these GETs: unpin them."""
+        """Unpin the samples of GETs that the client has acknowledged."""
         for tag in tags:
             answered = owner.unacknowledged.pop(tag, None)
             if answered is not None:
@@ -106,7 +106,8 @@ class Pins:
         return True
 
     def limit(self, user: User) -> None:
-        """The user has asked for as many samples as it may: take back pins, the oldest first."""
+        """Take back pins, the oldest first, of a user that has asked for as many samples as it
+        may."""
         turns = self._order.of(user)
         while turns.pins and user.asked.full:
             _, owner, tag = turns.pins.popleft()
@@ -138,7 +139,7 @@ class Pins:
                 yield turns.pins[0][0] + PIN_GRACE_S
 
     def leave(self, owner: Requester) -> Iterator[None]:
-        """A session has ended: give back its pins and leases, in steps."""
+        """Give back the pins and leases of a session that has ended, in steps."""
         for held, give in ((owner.unacknowledged, self.acknowledge), (owner.leases, self.release)):
             while held:
                 give(owner, list(islice(held, _FEW)))

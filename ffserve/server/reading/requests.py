@@ -20,8 +20,8 @@ class Reply(Protocol):
     """
 
     def arm(self) -> None:
-        """Wait for no further load than those submitted, or, if none of these is under way, than
-        the next one; the reply is not sent without this call."""
+        """Let the reply wait only for the loads that are submitted, or, if none of these is under
+        way, for the next one. The reply is not sent without this call."""
         ...
 
     @property
@@ -31,7 +31,7 @@ class Reply(Protocol):
 
 
 class Gate(Protocol):
-    """Where a request waits for blocks of remote files before it takes memory; see
+    """The gate at which a request waits for blocks of remote files before it takes memory; see
     `fetches.BlockGate`."""
 
     def begin(self, opened: Callable[[int, float], object]) -> None:
@@ -42,7 +42,7 @@ class Gate(Protocol):
         ...
 
     def close(self) -> None:
-        """The request is answered, or dropped."""
+        """Give the gate up, since the request is answered or dropped."""
         ...
 
 

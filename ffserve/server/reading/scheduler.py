@@ -1,4 +1,4 @@
-"""Scheduler: which request gets the next turn, and which has to wait for memory.
+"""Scheduler: gives requests their turns, and lets them wait for memory.
 
 `turn_order.py` says whose turn it is, `pins.py` has what answered requests hold. A turn is at most
 QUANTUM samples and QUANTUM_SIZE bytes, so a request for 100,000 samples delays its neighbours by
@@ -43,25 +43,25 @@ from ffserve.server.reading.waiting import JobReads
 from ffserve.server.users.shares import User
 
 QUANTUM, QUANTUM_SIZE = 256, 12 << 20
-"""A turn is at most so many samples and bytes. A device reads that in 2 to 6 ms."""
+"""A turn is at most this many samples and bytes. A device reads that in 2 to 6 ms."""
 TURN_COUNT = 100
-"""A turn costs the loop as much as so many samples do (1 us each), even if it finds no memory."""
+"""A turn costs the loop as much as this many samples do (1 us each), even if it finds no memory."""
 MOST_TURNS = 4
-"""One `pump` gives so many turns, or one while several users are active. The loop looks for
+"""One `pump` gives this many turns, or one while several users are active. The loop looks for
 messages before the next `pump`."""
 SEVERAL_QUANTUM = 64
-"""A turn is at most so many samples while several users are active, so that the turn of another
+"""A turn is at most this many samples while several users are active, so that the turn of another
 user comes soon."""
 MOST_TRIED = 4
-"""One `pump` tries so many blocked requests of a user again: the oldest, and others in turn.
+"""One `pump` tries this many blocked requests of a user again: the oldest, and others in turn.
 While several users are active, it tries one of each user."""
 RETRY_S = 0.01
-"""While several users are active, a user that found no memory does not look for any for so long.
+"""While several users are active, a user that found no memory does not look for any for this long.
 A user with less than an equal share looks again as soon as a pin was released."""
 GIVE_UP_S = 20.0
-"""The next sample of a request that has been blocked for so long fails."""
+"""The next sample of a request that has been blocked for this long fails."""
 MEASURED_SIZE, MEASURED = 16 << 20, 8
-"""The time of a read is measured over so many bytes that are read while reads are in flight; a
+"""The time of a read is measured over this many bytes that are read while reads are in flight; a
 mean of about MEASURED measurements is kept."""
 
 
@@ -143,7 +143,8 @@ class Scheduler:
             self._wait_for_turn(request, now)
 
     def _fetched(self, request: SampleRequest, count: int, now: float) -> None:
-        """The blocks of the first `count` samples of a request are there, or cannot be had."""
+        """Note that the blocks of the first `count` samples of a request are there, or cannot be
+        had."""
         owner = request.owner
         owner.time.fetch(now, -1)
         self._order.of(owner.user).seen = now
@@ -154,14 +155,14 @@ class Scheduler:
         if self.wake is None:
             self.pump(now)
         elif not self._waking:
-            # Who is woken also sets the timers of requests that are blocked then.
+            # The caller that is woken also sets the timers of requests that are blocked then.
             self._waking = True
             self.wake()
         if not request.turned:
             self._wait_for_turn(request, now)
 
     def _wait_for_turn(self, request: SampleRequest, now: float) -> None:
-        """A request has to wait for its first turn: note for whose reads."""
+        """Note for whose reads a request has to wait for its first turn."""
         of_job = self.reads_of.get(request.owner.job)
         if self._reads:
             mine = 0 if of_job is None else of_job.in_flight
@@ -192,7 +193,8 @@ class Scheduler:
             self.pump(now)
 
     def loaded(self, load: Load, failures: dict[int, Failure], now: float) -> None:
-        """A load has ended. `go_on` must be called when all that have ended by now are known."""
+        """Note that a load has ended. `go_on` must be called when all loads that have ended by now
+        are noted."""
         self._reads -= load.reads
         turns, of_job, reads, begun = self._reading.pop(load.number)
         if load.source is None:
@@ -216,14 +218,15 @@ class Scheduler:
                 self._finish(fetch, now)
 
     def _measure(self, now: float) -> None:
-        """Note how long reading a byte takes, as of late: while reads are in flight."""
+        """Measure the recent time of reading a byte, while reads are in flight."""
         if self._busy_size >= MEASURED_SIZE:
             busy_s = max(now - self._busy_since, 0.0) / self._busy_size
             self._cache.next_use.miss_s += (busy_s - self._cache.next_use.miss_s) / MEASURED
             self._busy_since, self._busy_size = now, 0
 
     def leave(self, owner: Requester, now: float) -> Iterator[None]:
-        """A session has ended: drop its requests, and give back its pins and leases in steps."""
+        """Drop the requests of a session that has ended, and give back its pins and leases in
+        steps."""
         owner.gone = True
         user, turns = owner.user, self._order.of(owner.user)
         for request in owner.waiting.values():
@@ -252,7 +255,7 @@ class Scheduler:
     def next_deadline(self) -> float | None:
         """Return when `pump` must be called again if nothing else happens; None: never."""
         if not self.blocked_count:
-            # While something is read, its end is soon enough.
+            # While a read is in flight, its end comes soon enough.
             paused = self.prefetcher.paused_until
             return paused if paused > self._pumped and not self._reads else None
         blocked = [turns.blocked[0] for turns in self._order.users.values() if turns.blocked]
@@ -263,7 +266,7 @@ class Scheduler:
         return min([*deadlines, *self.pins.deadlines()], default=None)
 
     def stop(self) -> None:
-        """Read nothing any more, also when blocks of remote files come.
+        """Begin no further read, also when blocks of remote files come.
 
         A client may go on reading its leased samples after its session ended, so no slot may be
         written to from now on, and a successor finds all leases in the cache's table.
@@ -410,7 +413,7 @@ class Scheduler:
     def _advance_again(
         self, request: SampleRequest, turns: UserTurns, share_size: int, now: float
     ) -> Load | None:
-        """There was no memory: advance with pins that others had too many of."""
+        """Advance a request that found no memory, with pins of users that had too many."""
         load, before = None, request.cursor
         if self._order.active > 1 and self.pins.take_from_others(turns):
             load = self._advance(request, turns, share_size)

@@ -1,4 +1,4 @@
-"""Statistics of the daemon since its start: durations, rates, and what its clients read.
+"""Statistics of the daemon since its start: durations, rates, and samples that clients read.
 
 To note a duration takes 0.2 us. Buckets double from 1 us to 8 s, the same as those in which clients
 report (`MappedView.take_times`).
@@ -41,7 +41,7 @@ class Histogram:
 
 
 class Rates:
-    """How fast counters rise: means of the last RATE_S.
+    """The rates at which counters rise: means of the last RATE_S.
 
     Args: now: monotonic time, at which the counters are 0. count: of the counters.
     """
@@ -68,7 +68,7 @@ class Rates:
 
 
 class Statistics:
-    """What clients cause and report, and how their samples were read.
+    """Counters of the samples that clients read, of the times that they report, and of reads.
 
     hits, hit_size, missed: samples and bytes found in memory, samples asked for. errors: failed
     samples and requests, by the code of the error. corrected: samples that were right at the second
@@ -89,9 +89,9 @@ class Statistics:
         """How long requests took, from GET or LEASE to the answer."""
 
     def take_times(self, took_ns: int, packed: bytes) -> None:
-        """Add what a client reports in TIMES. Raises: ProtocolError."""
+        """Add the times that a client reports in TIMES. Raises: ProtocolError."""
         if len(packed) != 4 * DURATIONS or not 0 <= took_ns < 1 << 63:
-            raise ProtocolError("invalid TIMES message: it has not one count for each bucket")
+            raise ProtocolError("invalid TIMES message: it does not have one count for each bucket")
         histogram = self.hit_batches
         counts = np.frombuffer(packed, "<u4").tolist()
         histogram.counts = [a + b for a, b in zip(histogram.counts, counts, strict=True)]

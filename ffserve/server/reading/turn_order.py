@@ -1,4 +1,4 @@
-"""Turn order: which user, which of its jobs and which session of that has the next turn.
+"""Turn order: chooses the user, the job and the session that have the next turn.
 
 Users take turns by `FairShare`, within a user its jobs do, and within a job its sessions. A user
 that holds less than an equal share of the arena need not wait for the request that is favoured.
@@ -19,7 +19,7 @@ SEVERAL_SHARE = 4
 """While several users are active, 1 part in SEVERAL_SHARE of the reads is in flight, so that the
 turn of another user comes soon. That keeps a disk busy for more than a turn of the loop."""
 FLOWING_SIZE = 8 << 20
-"""One of several active users that has so many bytes in flight waits with its next turn. A disk
+"""One of several active users that has this many bytes in flight waits with its next turn. A disk
 reads that in 4 ms."""
 FAVOUR_S = (0.1, 1.0)
 """While the oldest blocked request has waited between these times, no other request takes memory.
@@ -60,7 +60,7 @@ class UserTurns:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing of it is under way."""
+        """Whether the user has nothing under way."""
         return not (self.jobs or self.blocked or self.pins or self.reads or self.leased_count)
 
     def sweep(self) -> None:

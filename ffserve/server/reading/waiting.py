@@ -70,7 +70,8 @@ class JobReads:
 
 @dataclass(slots=True)
 class Use:
-    """What a job has used so far, for what it would have read with all memory to itself.
+    """The samples that a job has used so far. They show what it would have read with all memory to
+    itself.
 
     used_size: bytes of samples it was given or that are prefetched for it, repeats included.
     payload_size: bytes of its data sets. fits: the part of them that the arena can hold. rival: the
@@ -226,7 +227,8 @@ class JobTime:
             self._recent.popleft()
 
     def _look_at(self, reads: JobReads, use: Use) -> None:
-        """What the reads since the last step were like; without any, as the ones before."""
+        """Return the shares of the reads since the last step; without any, the shares of the reads
+        before."""
         before = self._reads
         size, count = reads.size - before.size, reads.count - before.count
         loads_s = reads.loads_s - before.loads_s

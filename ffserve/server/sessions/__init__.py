@@ -1,1 +1,1 @@
-"""Sessions: the event loop, the clients' connections, and what each message of them causes."""
+"""Sessions: the event loop, the clients' connections, and the handling of their messages."""

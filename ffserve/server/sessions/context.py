@@ -1,4 +1,4 @@
-"""Context: what the parts of one session share."""
+"""Context: the state that the parts of one session share."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class SessionContext:
     """Whether the session counts for its job: it has opened a data set."""
 
     def fail(self, tag: int, error: FFServeError) -> None:
-        """Report that a request failed; tag 0: that the session did."""
+        """Report that a request failed, or with tag 0 that the session failed."""
         if self.job is not None:
             self.job.errors += 1
         self.state.statistics.errors[error.code] += 1
         self.send(protocol.Fail(tag, protocol.error_to_wire(error)))
 
     def join_job(self, now: float) -> None:
-        """Count for the job from the first data set on: a client that asks for the status only is
-        no job."""
+        """Count the session for its job from the first data set on: a client that only asks for the
+        status is no job."""
         assert self.job is not None
         if self.joined:
             return

@@ -26,12 +26,12 @@ from ffserve.server.sessions.state import ServerState
 from ffserve.server.users.shares import Bound, User
 
 FEW = 64
-"""One step handles so many tags, paths, shards, data sets or errors."""
+"""One step handles this many tags, paths, shards, data sets or errors."""
 STEP_COUNT = 8192
-"""One step handles so many samples, or positions of an order."""
+"""One step handles this many samples, or positions of an order."""
 Steps: TypeAlias = Generator["Bound | None", float, None]
-"""The work that is left. It yields None after each step, or the `Bound` that it waits for, and is
-sent the time of the next step. Any other time that it knows may be long past."""
+"""Work that is done in steps. It yields None after each step, or the `Bound` that it waits for, and
+is sent the time of the next step. A time that it got earlier may be long past."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +95,8 @@ class OrderReceiver:
         return self._current is not None
 
     def forget(self, dataset: OpenDataset | None = None) -> None:
-        """Drop the pieces received so far if they are for this data set; None: for any."""
+        """Drop the pieces received so far if they are for this data set, or with None for any data
+        set."""
         if dataset is None or (self._current is not None and self._current.dataset is dataset):
             self._current = None
 
@@ -144,7 +145,7 @@ class OrderReceiver:
             yield from self._end(current)
 
     def _end(self, current: _IncomingOrder) -> Steps:
-        """All pieces have come."""
+        """Announce the order, since all pieces have come."""
         self._current = None
         dataset = current.dataset
         try:
@@ -157,7 +158,7 @@ class OrderReceiver:
         yield from self._state.memory.next_use.announcing(
             progress, current.epoch, whole, current.name, dataset, now, self._user.uid
         )
-        # Not before: between two steps the old order would be followed again.
+        # Not earlier, since between two steps the old order would be followed again.
         self._state.reading.scheduler.prefetcher.replaced(progress, current.epoch)
         self._send(protocol.Ready(current.tag, whole.count, []))
         now = yield None
@@ -191,6 +192,6 @@ class OrderReceiver:
 
 
 def parts(numbers: Int64s) -> Iterator[Int64s]:
-    """Cut what one step would take too long for."""
+    """Cut a long list into parts for one step each."""
     for first in range(0, len(numbers), STEP_COUNT):
         yield numbers[first : first + STEP_COUNT]

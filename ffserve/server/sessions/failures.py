@@ -1,6 +1,5 @@
-"""Failures: answers to requests of which samples failed.
-
-Why they failed is found out beside the loop (`files/explaining.py`), so these answers come later.
+"""Failures: answers to requests with failed samples. Their failures are explained beside the loop
+(`files/explaining.py`), so these answers come later.
 """
 
 from __future__ import annotations

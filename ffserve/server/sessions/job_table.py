@@ -52,7 +52,7 @@ class Job:
 
     @classmethod
     def greeted(cls, about: dict[str, Any], user: Viewer, now: float) -> Job:
-        """Return the job that a HELLO is of. Raises: ProtocolError."""
+        """Return the job of a HELLO. Raises: ProtocolError."""
         name = about.get("job")
         if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME:
             raise ProtocolError("invalid HELLO message: the name of the job is missing or too long")
@@ -117,8 +117,8 @@ class JobTable:
         return job.hits, job.missed, job.hit_size, 0 if reads is None else reads.size
 
     def counters(self) -> tuple[int, ...]:
-        """Return those of all: hits, misses, bytes of hits and of reads, reads, evicted samples,
-        errors."""
+        """Return the counters of all jobs: hits, misses, bytes of hits and of reads, reads, evicted
+        samples, errors."""
         statistics, cache = self._statistics, self._cache.counters
         sizes = statistics.hit_size, self._engines.read_size
         failed = statistics.errors.total()
@@ -156,7 +156,7 @@ class JobTable:
         used_size = (job.hits + job.missed + window) * payload_size // max(count, 1)
         groups = {each.group for each in data_sets}
         others = [row for row in memory if row[1] != job.name]
-        # Jobs of one group share what they have; any other takes all that it has.
+        # Jobs of one group share their samples; any other job takes all the memory that it has.
         rival = min(others, key=lambda row: row[2] in groups, default=None)
         fits = min(self._cache.arena.size / max(payload_size, 1), 1.0)
         return Use(used_size, payload_size, fits, None if rival is None else rival[1])

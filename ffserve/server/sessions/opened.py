@@ -37,7 +37,8 @@ ROW_SIZE = protocol.IDENTITY_DTYPE.itemsize
 
 @dataclass(slots=True)
 class _Needed:
-    """Descriptors that were asked for. answer: takes them, or why they do not come."""
+    """Descriptors that were asked for. answer: called with them, or with the reason why they do not
+    come."""
 
     tag: int
     positions: list[int]
@@ -76,7 +77,7 @@ class SessionDatasets:
         self.orders = OrderReceiver(context.state, context.user, context.send, context.fail)
 
     def open(self, message: protocol.Open, now: float) -> Steps:
-        """Check an OPEN, and have the data set opened."""
+        """Check an OPEN, and let `opener` open the data set."""
         what, user = message.what, self._context.user
         paths: Any = what.get("paths")
         name, verify = what.get("format"), what.get("verify")
@@ -100,7 +101,7 @@ class SessionDatasets:
                 valid = remote.take(paths, identities, first)
             now = yield None
         if len(message.identities) != ROW_SIZE * len(paths):
-            raise ProtocolError("invalid OPEN message: it has not one identity for each path")
+            raise ProtocolError("invalid OPEN message: it does not have one identity for each path")
         if (
             not valid
             or not (name is None or isinstance(name, str))
@@ -213,7 +214,7 @@ class SessionDatasets:
         return None
 
     def opened(self, tag: int, paths: list[str], shards: list[OpenShard]) -> None:
-        """The data set is open; the session holds its shards from now on."""
+        """Take a data set that is open; the session holds its shards from now on."""
         if self._context.phase != READY:
             self._context.state.files.catalog.close(shards, self._context.peer.owner)
             self.opening -= 1
@@ -237,7 +238,7 @@ class SessionDatasets:
         self.enter(tag, dataset)
 
     def begin_opening(self) -> None:
-        """A data set is being opened; `enter` or `not_opened` ends that."""
+        """Note that a data set is being opened, until `enter` or `not_opened` is called."""
         self._context.user.datasets += 1
         self.opening += 1
 
@@ -250,7 +251,7 @@ class SessionDatasets:
         self._context.later(self._answer_open(tag, number, dataset.shards))
 
     def not_opened(self, tag: int, error: FFServeError) -> None:
-        """A data set could not be opened: answer."""
+        """Answer for a data set that could not be opened."""
         self._context.user.datasets -= 1
         self.opening -= 1
         self._context.fail(tag, error)
@@ -284,7 +285,7 @@ class SessionDatasets:
         self._context.send(MemoryMessage(message, files))
 
     def failed(self, tag: int, error: FFServeError, now: float) -> None:
-        """The data set could not be opened."""
+        """Answer an OPEN that failed."""
         if not isinstance(error, (MissingFile, UsageError)):
             uid, lines = self._context.peer.uid, self._context.state.faults.lines
             lines.warning("cannot open files for user %d: %s", uid, error, user=uid, now=now)
@@ -328,7 +329,7 @@ class SessionDatasets:
         self._context.state.reading.scheduler.prefetcher.advanced(dataset.progress)
 
     def find(self, number: int) -> OpenDataset | None:
-        """Return an open data set; None: the number is not that of one."""
+        """Return an open data set; None if no data set has the number."""
         return self._datasets.get(number)
 
     def get(self, number: int, message: str) -> OpenDataset:
@@ -346,13 +347,13 @@ class SessionDatasets:
         return any(map(self._context.state.claims.waiting_count, self._datasets.values()))
 
     def request_ended(self, dataset: OpenDataset) -> None:
-        """A request for a data set is answered, or was dropped."""
+        """Note that a request for a data set is answered, or was dropped."""
         dataset.requests -= 1
         if self._context.phase == READY and not dataset.requests and dataset in self._closing:
             self._context.later(self._close_shards(dataset))
 
     def leave(self) -> Steps:
-        """The session has ended: close all data sets, in steps."""
+        """Close all data sets of a session that has ended, in steps."""
         for dataset in self._datasets.values():
             self._leave_progress(dataset)
             yield from self._context.state.claims.leave(dataset)
@@ -364,7 +365,7 @@ class SessionDatasets:
 
 
 class _RemotePaths:
-    """The remote files of an OPEN, from what the client says of them.
+    """The remote files of an OPEN, as the client describes them.
 
     Args: what: of the message. count: of its paths. serves: whether the daemon fetches a URL.
     """
@@ -400,6 +401,6 @@ class _RemotePaths:
             except FFServeError as error:
                 self.error = error
             paths[k] = shown(paths[k])
-            # No file has it; the catalog makes one of the object.
+            # No file has this identity; the catalog makes the identity of the object.
             identities[k] = 0, k, size, modified, -1
         return True

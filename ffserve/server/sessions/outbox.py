@@ -26,7 +26,7 @@ class MemoryMessage:
 
 @dataclass(frozen=True, slots=True)
 class MemoryFrame:
-    """The same, encoded."""
+    """A MemoryMessage, encoded."""
 
     frame: bytes
     files: list[MemoryFile]
@@ -109,7 +109,7 @@ class Outbox:
         return True
 
     def clear(self) -> None:
-        """Drop everything: the client is gone."""
+        """Drop all frames, since the client is gone."""
         self._queue.clear()
         self._size = 0
         self.count()

@@ -28,12 +28,11 @@ from ffserve.disk.files import wrap_os_error
 from ffserve.engine.io import ATOMIC_SEND_SIZE, DirectReply, ReplySocket
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.limits import (
-    FEWEST_SESSIONS,
     MOST_UNREAD,
     NAMESPACE_OPENINGS,
     RESERVED_SESSIONS,
-    SESSIONS_PART,
     USER_OPENINGS,
+    most_sessions,
 )
 from ffserve.protocol import Message
 from ffserve.server.files.shards import PassedFile, Request
@@ -46,37 +45,38 @@ from ffserve.server.sessions.state import ServerState
 from ffserve.server.sessions.turns import Turns
 from ffserve.server.users.access import check_memory
 from ffserve.server.users.descriptors import DescriptorReceiver, closer_of, refuse_descriptors
-from ffserve.server.users.peers import Credentials, Namespaces, Owner, Peer, is_administrator
+from ffserve.server.users.peers import Namespaces, Owner, Peer, is_administrator
 from ffserve.server.users.shares import Bound, User
-from ffserve.system.socket_path import remove_stale_socket
+from ffserve.system.socket_path import Credentials, remove_stale_socket
 
 log = logging.getLogger("ffserve")
 
 HELLO_TIMEOUT_S = 10.0
 WRITES_AT_ONCE = 4
-"""A connection sends so many frames before others have their turn."""
+"""A connection sends this many frames before others have their turn."""
 ALIVE_INTERVAL_S = 2.5
-"""How often a client that waits gets a sign of life; it gives up after four times as long."""
+"""A client that waits gets a message that the daemon works at this interval; it gives up after four
+times as long."""
 MEASURED_JOBS = 64
-"""The daemon computes for so many jobs at a time where their time goes."""
+"""The daemon computes for this many jobs at a time where their time goes."""
 RESIZE_STEP_S = 0.01
 """The pause between two steps of a resize."""
 ACCEPT_PAUSE_S = 0.2
 """The pause after accept() has failed, for example because no descriptor is free."""
 FILES_TIMEOUT_S = 30.0
-"""A client that passes no descriptors for so long after NEED fails to open its data set."""
+"""A client that passes no descriptors for this long after NEED fails to open its data set."""
 TEND_INTERVAL_S = 1.0
 """The daemon looks for idle shards at this interval."""
 LANE_TIMEOUT_S = 60.0
-"""An OPEN fails if it has waited so long for earlier ones of its user."""
+"""An OPEN fails if it has waited this long for earlier ones of its user."""
 _ACCEPTED = 8
-"""One turn of the loop accepts so many connections; each takes 10 to 30 us."""
+"""One turn of the loop accepts this many connections; each takes 10 to 30 us."""
 TRICKLE_SIZE, TRICKLE_PAUSE_S = 4096, 0.02
-"""A part of a message that brings less than so many bytes, and does not complete it, is followed by
-a pause. ffserve's clients send whole messages, whose parts are larger. A message that comes byte by
-byte would wake the loop for each byte; in a pause the socket fills up, and its sender waits."""
+"""A part of a message that brings less than this many bytes, and does not complete it, is followed
+by a pause. ffserve's clients send whole messages, whose parts are larger. A message that comes byte
+by byte would wake the loop for each byte; in a pause the socket fills up, and its sender waits."""
 _CHUNK, _SMALL_CHUNK = 80 * 1024, 16 * 1024
-"""A connection receives so many bytes at once: a piece of an order, or hundreds of requests. A
+"""A connection receives this many bytes at once: a piece of an order, or hundreds of requests. A
 user with many incomplete messages receives _SMALL_CHUNK."""
 
 
@@ -135,10 +135,10 @@ class ClientConnection:
 
     def _readable(self) -> None:
         if self._queued or self.held:
-            # It stays readable until its turn has come.
+            # The socket stays readable until its turn has come.
             self._watch(False)
         else:
-            # A message in many parts can wait for those that come whole.
+            # A message in many parts can wait for messages that come whole.
             self._add(at_once=not self._received)
 
     def _add(self, *, at_once: bool = False) -> None:
@@ -146,7 +146,7 @@ class ClientConnection:
         self._server.turns.add(self, first=not self.session.context.joined, at_once=at_once)
 
     def _later(self, steps: Steps | None) -> None:
-        """Have a turn, with these steps."""
+        """Ask for a turn, with these steps."""
         if steps is not None:
             self._steps.append(steps)
         if not self._queued and not self.held:
@@ -161,7 +161,7 @@ class ClientConnection:
                 self._loop.remove_reader(self.fd)
 
     def _go_on(self) -> bool:
-        """Go on, as what it waited for is there; return False if it does not wait any more."""
+        """Go on, since the connection need not wait any longer; return False if it did not wait."""
         if not self.held or self._closed:
             return False
         self.held = self._unread = False
@@ -349,8 +349,8 @@ class ClientConnection:
             )
 
     async def _passed(self, tag: int, path: str, positions: list[int]) -> list[PassedFile]:
-        """Ask the client for descriptors; return them. Raises: why there are none, with the
-        path."""
+        """Ask the client for descriptors; return them. Raises: FFServeError, with the path, if none
+        come."""
         answered: asyncio.Future[list[PassedFile] | FFServeError] = self._loop.create_future()
 
         def take(answer: list[PassedFile] | FFServeError) -> None:
@@ -426,11 +426,11 @@ class ClientConnection:
         self._server.begin(opening())
 
     def _take_over(self, tag: int) -> None:
-        """The client takes this daemon over. Raises: ServerUnavailable: it cannot."""
+        """Hand this daemon over to the client. Raises: ServerUnavailable: it cannot take over."""
         self._server.begin_handover(self._sock, tag)
 
     def _drop_received(self) -> None:
-        """Close descriptors that nobody took."""
+        """Close descriptors that no message took."""
         fds, self.session.datasets.received = self.session.datasets.received, []
         self.session.datasets.received_too_many = False
         closer_of(self.user).close_fds(fds)
@@ -525,7 +525,7 @@ class Arrival:
     user: User
     sock: socket.socket
     peer: Peer | None
-    """None: not looked up yet."""
+    """None until it is looked up."""
     refusal: FFServeError | None
     arrived: Callable[[Arrival], None]
 
@@ -609,7 +609,7 @@ class Server:
 
     def _admit(self, sock: socket.socket) -> None:
         uid = Credentials.of(sock).uid
-        # Only for them it matters now; it takes longer than all else here.
+        # Only these settings need it now, and it takes longer than all other steps.
         peer = self.namespaces.peer(sock) if is_administrator(uid) else None
         trusted = peer is not None and peer.is_administrator
         user, count = self.state.clients.users.of(uid, trusted=trusted), self.state.clients.count
@@ -645,7 +645,7 @@ class Server:
         )
 
     def left_namespace(self, peer: Peer | None) -> None:
-        """A client of which `Namespaces.peer` was asked is gone."""
+        """Note that a client is gone about which `Namespaces.peer` was asked."""
         if peer is not None and self.namespaces.release(peer.namespace):
             self.state.files.catalog.end_namespace(peer.namespace)
 
@@ -659,7 +659,7 @@ class Server:
             self.loop.add_reader(self._listener.fileno(), self._accept)
 
     def forget(self, connection: ClientConnection) -> None:
-        """A connection has given everything back."""
+        """Forget a connection that has given everything back."""
         self._connections.discard(connection)
         self.left_namespace(connection.session.peer)
         if connection.session.context.joined:
@@ -691,7 +691,8 @@ class Server:
         self._alive_timer = self.loop.call_later(ALIVE_INTERVAL_S, self._show_life)
 
     def begin_handover(self, sock: socket.socket, tag: int) -> None:
-        """End for the daemon on this connection. Raises: ServerUnavailable: that cannot be."""
+        """End, so that the daemon on this connection takes over. Raises: ServerUnavailable: it
+        cannot."""
         if self._draining or self.heir is not None:
             raise ServerUnavailable(
                 "this daemon is stopping, or another daemon is already taking it over",
@@ -766,7 +767,7 @@ class Server:
             self.loop.call_soon(self.pump)
 
     def pump(self) -> None:
-        """Give turns: memory may be free now."""
+        """Give turns, since memory may be free now."""
         self._pumping = False
         if self._timer is not None:
             self._timer.cancel()
@@ -776,14 +777,14 @@ class Server:
 
     @property
     def not_ready(self) -> str | None:
-        """Why no new client is served; None: it is."""
+        """The reason why no new client is served; None if clients are served."""
         if self._draining:
             return "stopping"
         return "an I/O engine is broken" if self.state.reading.engines.broken else None
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the last client that opened files went; 0: there is one."""
+        """Seconds since the last client that opened files went away; 0 while there is one."""
         if any(connection.session.context.joined for connection in self._connections):
             return 0.0
         return time.monotonic() - self._used_at
@@ -822,7 +823,7 @@ class Server:
 
 
 def listen(path: str, *, mode: int, group: int | None, backlog: int) -> socket.socket:
-    """Return a listening Unix stream socket, in the place of one on which nobody listens.
+    """Return a listening Unix stream socket, in place of a stale one.
 
     Args: group: of the socket; None: this process's.
     Raises: UsageError: as `remove_stale_socket`. AccessDenied, ReadError: it cannot be made.
@@ -848,9 +849,3 @@ def listen(path: str, *, mode: int, group: int | None, backlog: int) -> socket.s
 
 def _most_files() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-
-def most_sessions(wanted: int, most_files: int) -> int:
-    """Return how many sessions there may be: each needs a descriptor, of which shards take three
-    quarters."""
-    return min(wanted, max(int(most_files * SESSIONS_PART) - RESERVED_SESSIONS, FEWEST_SESSIONS))

@@ -291,7 +291,7 @@ class Session:
         yield from self._asked(dataset, numbers, now)  # while the disk works
 
     def _asked(self, dataset: OpenDataset, numbers: Int64s, now: float) -> Steps:
-        """Samples of a data set were asked for: note that they are used."""
+        """Note that samples of a data set were asked for."""
         for first in range(0, len(numbers), STEP_COUNT):
             if first:
                 now = yield None
@@ -326,7 +326,7 @@ class Session:
     def numbers_of(
         self, tag: int, dataset: OpenDataset, indices: Int64s
     ) -> Generator[None, float, Int64s | None]:
-        """Return the samples' numbers; None: one is out of range, and FAIL was sent."""
+        """Return the samples' numbers; None if one is out of range, and FAIL was sent."""
         layout = dataset.layout
         # As unsigned numbers negative ones are too large as well: one comparison for each.
         if len(indices) and int(indices.view(np.uint64).max()) >= layout.count:
@@ -375,7 +375,7 @@ class Session:
         return self._direct_tag in self.owner.waiting
 
     def finished(self, request: SampleRequest, now: float) -> None:
-        """A request has its outcome: answer."""
+        """Answer a request that has its outcome."""
         if request.source is not None:
             self.sharing.copied(request)
         if request.failures:
@@ -433,7 +433,8 @@ class Session:
         self._send(protocol.Report(tag, facts))
 
     def leave(self, now: float) -> Steps:
-        """The connection is closed: give everything back, requests at once, the rest in steps."""
+        """Give everything back when the connection is closed: requests at once, the rest in
+        steps."""
         if self.context.joined:
             assert self.context.job is not None
             self.context.job.sessions -= 1

@@ -42,14 +42,14 @@ from ffserve.server.users.shares import Users
 
 
 class EventLoop(Protocol):
-    """What the state needs of the loop that serves it: `Server`."""
+    """The interface of the loop that the state needs; `Server` has it."""
 
     def arm(self) -> None:
-        """Set the timers for what waits."""
+        """Set the timers for waiting requests and work."""
         ...
 
     def pump_soon(self) -> None:
-        """Have the scheduler give turns when the loop has looked for messages."""
+        """Let the scheduler give turns when the loop has looked for messages."""
         ...
 
     def end(self) -> None:
@@ -67,7 +67,7 @@ class ReadPath:
 
 @dataclass(slots=True)
 class ServedFiles:
-    """Open files. remote: None: there is no store for remote files."""
+    """Open files. remote: None if there is no store for remote files."""
 
     catalog: Catalog
     explainer: Explainer
@@ -176,7 +176,7 @@ class ServerState:
     # ---- what becomes of reads: see `ReadEvents` ----------------------------------------------
 
     def ended(self, loads: list[Load], now: float) -> None:
-        """Loads have ended."""
+        """Take loads that have ended."""
         assert self._loop is not None
         scheduler = self.reading.scheduler
         for load in loads:
@@ -185,21 +185,21 @@ class ServerState:
         self._loop.arm()
 
     def broken(self) -> None:
-        """An engine has broken."""
+        """End the daemon, since an engine has broken."""
         assert self._loop is not None
         self._loop.end()
 
     def slow_disk(self, device: str, seconds: float, now: float) -> None:
-        """A read from a device takes so many seconds."""
+        """Note that a read from a device takes this many seconds."""
         self.faults.slow_disk(device, seconds, now)
 
     def slow_read(self, numbers: Int64s, seconds: float, now: float) -> None:
-        """The reads of these samples took so many seconds."""
+        """Note that the reads of these samples took this many seconds."""
         self.faults.slow_read(numbers, seconds, now)
 
     def corrected(self, numbers: Int64s, now: float) -> None:
-        """These samples were right at the second read only. If their file is being overwritten, the
-        disk is not to blame."""
+        """Note samples that were right at the second read only. If their file is being overwritten,
+        the disk is not to blame."""
         table = self.memory.table
         rows = table.rows(numbers)
         changed = self.files.catalog.changed(set(table.bases[rows].tolist()))

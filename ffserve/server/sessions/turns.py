@@ -1,4 +1,4 @@
-"""Turns: which connection the loop works for next.
+"""Turns: chooses the connection that the loop works for next.
 
 Whatever a client causes in the loop's thread is done here: its messages are received, decoded and
 handled, and work that lasts for more than a moment is done in steps. The users share the time by
@@ -20,7 +20,7 @@ from ffserve.server.users.shares import FairShare, User
 SLICE_S = 0.0005
 TURN_S = 0.001
 CALM_S = 0.0001
-"""After so long without a turn the next one begins at once, with the first message that the loop
+"""After this long without a turn the next one begins at once, with the first message that the loop
 reports. Messages that have arrived together are reported within less, and are chosen from. While
 turns go on, the first message of a user who has used no more than those who wait is served at once.
 """
@@ -40,10 +40,18 @@ class TurnTaker(Protocol):
 class Turns:
     """See the module's text.
 
-    Args: after: called after each turn of the loop.
+    Args: after: called after each turn of the loop. turn_s, calm_s: see TURN_S and CALM_S.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, after: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        after: Callable[[], object],
+        *,
+        turn_s: float = TURN_S,
+        calm_s: float = CALM_S,
+    ) -> None:
+        self._turn_s, self._calm_s = turn_s, calm_s
         self._loop = loop
         self._after = after
         self._share = FairShare()
@@ -54,7 +62,7 @@ class Turns:
         """When the last turn ended."""
 
     def add(self, worker: TurnTaker, *, first: bool = False, at_once: bool = False) -> None:
-        """A connection that has no turn coming has something to do.
+        """Add a connection that has something to do and waits for no turn yet.
 
         Args:
             first: before the other connections of its user.
@@ -81,11 +89,11 @@ class Turns:
         """Whether a user may have a turn before the loop has reported all that has arrived."""
         if self._running:
             return self._share.is_due(user)
-        return time.monotonic() >= self._ended + CALM_S
+        return time.monotonic() >= self._ended + self._calm_s
 
     def _run(self) -> None:
         now = time.monotonic()
-        end = now + TURN_S
+        end = now + self._turn_s
         while self._waiting and now < end:
             user = self._share.choose(self._waiting)
             now = self._serve(user, now, min(SLICE_S, end - now))
@@ -114,10 +122,10 @@ class Turns:
             del self._waiting[user]
 
     def finish(self) -> None:
-        """Do everything that is left: the daemon ends."""
+        """Do all work that is left, since the daemon ends."""
         while self._waiting:
             self._work(next(iter(self._waiting)), float("inf"))
 
     def forget(self, user: User) -> None:
-        """A user has no session any more."""
+        """Forget a user that has no session any more."""
         self._share.forget(user)

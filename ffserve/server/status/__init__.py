@@ -1,1 +1,1 @@
-"""Status: what the daemon says about itself, to commands, to Prometheus and to browsers."""
+"""Status: the daemon's reports on itself, to commands, to Prometheus and to browsers."""

@@ -1,4 +1,4 @@
-"""Faults: what is refused, damaged or slow is counted, logged, and shown by `ffserve status`."""
+"""Faults: counts and logs refused clients, damaged samples and slow reads, for `ffserve status`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Faults:
             lines.error("cannot read a sample: %s", error, user=uid, key=shard.path, now=now)
 
     def slow_disk(self, device: str, seconds: float, now: float) -> None:
-        """A read from a device takes so many seconds."""
+        """Log that a read from a device takes this many seconds."""
         self.lines.warning(
             "slow disk: a read from %s takes %.1f s",
             device,
@@ -69,7 +69,7 @@ class Faults:
         )
 
     def corrected(self, count: int, devices: list[str], now: float) -> None:
-        """So many samples of these devices were right at the second read only."""
+        """Note that this many samples of these devices were right at the second read only."""
         self._statistics.corrected += count
         for device in devices:
             self.lines.warning(
@@ -81,7 +81,7 @@ class Faults:
             )
 
     def slow_read(self, numbers: Int64s, seconds: float, now: float) -> None:
-        """A read of these samples took so many seconds."""
+        """Note that a read of these samples took this many seconds."""
         table = self._table
         for base in np.unique(table.bases[table.rows(numbers)]).tolist():
             slow = self.slow_reads.setdefault(base, SlowReads())
@@ -92,5 +92,5 @@ class Faults:
             self.slow_reads.popitem(last=False)
 
     def forget(self, base: int) -> None:
-        """The shard with this first sample was closed."""
+        """Forget the shard with this first sample, which was closed."""
         self.slow_reads.pop(base, None)

@@ -1,9 +1,9 @@
 """HTTP: the status page, metrics and health, on an address or a Unix socket of their own.
 
-Whoever can reach the address may connect, so nothing here waits for a client and no client costs
-much. A connection carries one request, which must come within REQUEST_TIMEOUT_S and be read within
-ANSWER_TIMEOUT_S, or be the one that brings the page its events, each of which must be read within
-that time; beyond MOST_HTTP_CONNECTIONS the oldest one is closed, so that a new one is always
+Any program that can reach the address may connect, so nothing here waits for a client and no client
+costs much. A connection carries one request, which must come within REQUEST_TIMEOUT_S and be read
+within ANSWER_TIMEOUT_S, or be the one that brings the page its events, each of which must be read
+within that time; beyond MOST_HTTP_CONNECTIONS the oldest one is closed, so that a new one is always
 served. All of them together are one user of the loop's time (`turns`), which a flood cannot exceed.
 The metrics are made in steps, at most once in LEAST_AGE_S for all who ask; so are the events, and
 only while somebody watches.
@@ -40,12 +40,12 @@ log = logging.getLogger("ffserve")
 
 REQUEST_TIMEOUT_S, ANSWER_TIMEOUT_S = 5.0, 10.0
 EVENTS_BUFFER = 64 << 10
-"""The kernel keeps at most so many bytes of events for a browser."""
+"""The kernel keeps at most this many bytes of events for a browser."""
 LEAST_AGE_S = 1.0
 """Metrics that are younger are sent again; older ones are made anew."""
 _CHUNK = 4096
 _ACCEPTED, _ACCEPT_INTERVAL_S = 8, 0.005
-"""One turn of the loop accepts so many connections, and the next turn comes after
+"""One turn of the loop accepts this many connections, and the next turn comes after
 _ACCEPT_INTERVAL_S: each connection takes 20 us."""
 _ACCEPT_PAUSE_S = 0.2
 """The pause after accept() has failed, for example because no descriptor is free."""
@@ -79,8 +79,10 @@ def listen(config: ServerConfig, group: int | None) -> socket.socket:
             listener.close()
         raise UsageError(
             f"cannot listen on {config.http} for HTTP: {error.strerror}",
-            hint="choose another address; the system service has no network: there the socket unit "
-            "listens, see docs/OPERATIONS.md",
+            hint=(
+                "choose another address; for the system service, which has no network, configure "
+                "the socket unit (docs/OPERATIONS.md)"
+            ),
         ) from error
     return listener
 
@@ -392,7 +394,7 @@ class _HttpConnection:
 
     def begin_events(self) -> bool:
         """Begin an answer of events; return whether they are wanted."""
-        # Who does not read gets few events, not megabytes of them.
+        # A browser that does not read gets few events, not megabytes of them.
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, EVENTS_BUFFER)
         self._out = [memoryview(self._head(200, page.EVENTS, []))]
         self._has_events = not self._head_only

@@ -1,7 +1,7 @@
 """Metrics: the state of the daemon as families of OpenMetrics, made in steps.
 
 prometheus_client writes the text. Names and units follow its conventions: base units (seconds,
-bytes), counters that end with `_total`, histograms in seconds. docs/OPERATIONS.md explains each; a
+bytes), counters that end with `_total`, histograms in seconds. docs/REFERENCE.md explains each; a
 test compares. The number of series is bounded, whatever clients do.
 """
 
@@ -41,7 +41,7 @@ from ffserve.server.status.report import arena_facts, domain_facts, progress_fac
 
 CONTENT_TYPE: str = CONTENT_TYPE_LATEST
 _STEP_COUNT, _STEP_JOBS = 64, 1024
-"""One step looks at so many positions of jobs, or so many jobs."""
+"""One step looks at this many positions of jobs, or this many jobs."""
 _END = b"# EOF\n"
 _LABELS = ("job", "user")
 
@@ -128,11 +128,17 @@ def _samples(state: ServerState) -> Iterator[Metric]:
     yield _counter("hit_bytes", "Bytes of these samples.", statistics.hit_size)
     yield _counter("misses", "Samples that clients asked the daemon for.", statistics.missed)
     yield _counter(
-        "misses_resident", "Of these, already in memory when asked for.", counters.resident
+        "misses_resident",
+        "Samples that clients asked the daemon for and that were in memory already.",
+        counters.resident,
     )
     yield _counter("evicted_samples", "Samples evicted from memory.", counters.evicted)
     yield _counter("prefetched_blocks", "Blocks read ahead of a job.", counters.prefetched)
-    yield _counter("prefetch_wasted_blocks", "Of these, evicted before use.", counters.wasted)
+    yield _counter(
+        "prefetch_wasted_blocks",
+        "Blocks read ahead of a job that were evicted before use.",
+        counters.wasted,
+    )
     errors = CounterMetricFamily(
         "ffserve_errors", "Failed samples and requests, by class.", labels=("class",)
     )

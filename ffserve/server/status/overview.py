@@ -19,12 +19,11 @@ from ffserve.errors import ProtocolError, printable
 Facts: TypeAlias = Mapping[str, Any]
 
 AT_WORK_S = 10.0
-"""A job that was not seen for so long is shown as idle."""
+"""A job that was not seen for this long is shown as idle."""
 LABEL_LENGTH = 12
-"""A job without a title is shown by so many characters of its number."""
+"""A job without a title is shown by this many characters of its number."""
 MOST_LABEL = 64
-"""A label has at most so many characters; escapes make a title longer."""
-TRAINER = "trainer"
+"""A label has at most this many characters; escapes make a title longer."""
 NEARLY = 0.9
 """A limit of which this share is used is shown as nearly reached."""
 
@@ -203,7 +202,7 @@ def overview(facts: Facts) -> Overview:
         return _overview(_filled(facts))
     except (KeyError, TypeError, AttributeError) as error:
         raise ProtocolError(
-            f"this release cannot show the report of the daemon, which has another form: {error!r}",
+            f"this release cannot show the report of a daemon of another release: {error!r}",
             hint="install the same release of ffserve as the daemon's, or use --json",
         ) from error
 
@@ -321,7 +320,7 @@ def _job(job: Facts, progress: Facts | None, memory: int, labels: Mapping[str, s
         done=done,
         ends_s=ends_s,
         memory=memory,
-        waits={cause: share for cause, share in job["recent"].items() if cause != TRAINER},
+        waits={cause: share for cause, share in job["recent"].items() if cause != "trainer"},
         taken_by=None if rival is None else labels.get(rival, printable(rival[:LABEL_LENGTH])),
     )
 

@@ -12,14 +12,14 @@ from ffserve.cache.jobs import JobProgress
 from ffserve.limits import MOST_REPORT_ROWS
 from ffserve.server.files.remote import store_facts
 from ffserve.server.files.shards import OpenShard
-from ffserve.server.life.log import NOBODY, latest
+from ffserve.server.life.log import NOBODY, LatestLines, latest
 from ffserve.server.reading.statistics import LARGEST_COUNT
 from ffserve.server.sessions.job_table import Job
 from ffserve.server.sessions.state import ServerState
 from ffserve.server.users.peers import Peer, Viewer, viewer_of
 
 STEP_ROWS = 64
-"""One step makes so many rows."""
+"""One step makes this many rows."""
 
 
 def status(state: ServerState, now: float, peer: Peer) -> Generator[None, None, dict[str, Any]]:
@@ -168,11 +168,11 @@ def slow_facts(
     return sorted(rows, key=lambda row: row["last_s"])
 
 
-def line_facts(viewer: Viewer | None) -> list[dict[str, Any]]:
+def line_facts(viewer: Viewer | None, lines: LatestLines = latest) -> list[dict[str, Any]]:
     """Return the latest warnings and errors of the log: all, or those that a user caused."""
     return [
         {"time": round(line.time, 3), "level": line.level, "text": line.text}
-        for line in latest.lines()
+        for line in lines.lines()
         if viewer is None or (line.user != NOBODY and line.user == viewer)
     ]
 

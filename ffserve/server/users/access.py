@@ -213,7 +213,7 @@ def check_memory(fds: list[int]) -> None:
 @functools.cache
 def _say_unknown() -> None:
     log.warning(
-        "the daemon does not see in which container its clients are, since it has its own PID or "
+        "the daemon cannot tell the containers of its clients apart, since it has its own PID or "
         "user namespace: it keeps the samples of files that not everybody may read, or that it "
         "does not find by their names, apart for each process of a job"
     )

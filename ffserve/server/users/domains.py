@@ -36,7 +36,7 @@ from ffserve.server.users.peers import Owner
 from ffserve.system.memfd import MemoryFile, SharedMemory
 
 SLABS_AT_ONCE = 4
-"""One step gives back so many slabs, which takes 0.3 ms each."""
+"""One step gives back this many slabs, which takes 0.3 ms each."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +60,7 @@ class Domain:
 
     @property
     def files(self) -> tuple[MemoryFile, MemoryFile, MemoryFile]:
-        """What its clients map."""
+        """The memory files that its clients map."""
         return self.arena, self.directory, self.index
 
 

@@ -12,12 +12,12 @@ import itertools
 import os
 import select
 import socket
-import struct
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
+
+from ffserve.system.socket_path import Credentials
 
 _SO_PEERPIDFD = 77
-_UCRED = struct.Struct("=iII")
 
 Owner: TypeAlias = tuple[int, int]
 """User and namespace. Sessions of one owner share proofs; see `Peer`."""
@@ -50,7 +50,7 @@ class Peer:
 
     @property
     def owner(self) -> Owner:
-        """Whose proofs this peer shares."""
+        """The owner whose proofs this peer shares."""
         return self.uid, self.namespace
 
     @property
@@ -67,19 +67,6 @@ class Peer:
     def is_administrator(self) -> bool:
         """Whether it is root or the daemon's own user, and not the root of a container."""
         return is_administrator(self.uid) and self.namespace in (OWN, HOST)
-
-
-class Credentials(NamedTuple):
-    """Process and user at the other end of a connection."""
-
-    pid: int
-    uid: int
-
-    @classmethod
-    def of(cls, connection: socket.socket) -> Credentials:
-        """Return those with which the peer of a Unix socket connected, or began to listen."""
-        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-        return cls(*_UCRED.unpack(raw)[:2])
 
 
 def viewer_of(owner: Owner) -> Viewer:

@@ -36,7 +36,7 @@ from ffserve.limits import (
 )
 
 ACTIVE_S = 1.0
-"""A user who has sent no request for so long does not count as one who shares the disk."""
+"""A user who has sent no request for this long does not count as one who shares the disk."""
 _FEW = 64
 
 
@@ -166,7 +166,7 @@ class FairShare:
 
 
 class Users:
-    """The users that have sessions, and others of whom something is left to close."""
+    """The users that have sessions, and others that have something left to close."""
 
     def __init__(self) -> None:
         self._users: dict[tuple[int, bool], User] = {}

@@ -1,7 +1,7 @@
 """Schemes of remote files: one module each. To add a scheme, add a module that defines `SCHEME`.
 
-Nobody lists the modules: they are found in this folder when the first URL is looked at. They import
-no package of a scheme; `base.py` says what a scheme consists of.
+There is no list of the modules: they are found in this folder when the first URL is looked at. They
+import no package of a scheme; `base.py` says what a scheme consists of.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ def _by_protocol() -> dict[str, Scheme]:
 
 
 def scheme_of(url: str) -> Scheme:
-    """Return the scheme of a URL, of which nothing is special if it has no module here."""
+    """Return the scheme of a URL; the general one if the protocol has no module here."""
     protocol = protocol_of(url)
     return _by_protocol().get(protocol) or Scheme(protocol)
 
 
 def protocol_of(url: str) -> str:
-    """Return what stands before ``://``, in lower case."""
+    """Return the part before ``://``, in lower case."""
     return url.partition("://")[0].lower()
 
 
 def travelling(*, installed: bool = False) -> list[str]:
-    """Return the protocols that the daemon fetches for its clients, with what they pass.
+    """Return the protocols by which the daemon fetches for its clients, with the credentials that
+    they pass.
 
     Args: installed: only those whose package this process has.
     """

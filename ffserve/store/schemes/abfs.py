@@ -1,4 +1,4 @@
-"""Azure: adlfs with what a process has, Azure's own package with what was passed.
+"""Azure: adlfs with the settings of a process, Azure's own package with passed credentials.
 
 adlfs takes what it is not given from the environment and the files of its process, tries again for
 a minute by itself, and reads without conditions. So for others the daemon uses Azure's package: it
@@ -22,10 +22,8 @@ from ffserve.store.schemes.base import (
     refuse_others,
 )
 
-_LOGIN = "login.microsoftonline.com"
-_HOST = "blob.core.windows.net"
 _TOKEN_S = 3600
-"""How long a token of Azure counts as valid here; Azure itself knows better."""
+"""A token of Azure counts as valid for this long here; Azure itself checks it."""
 _ACCOUNT = re.compile(r"[a-z0-9]{3,24}")
 _ACCOUNT_HOST = re.compile(r"([a-z0-9]+)\.(?:dfs|blob)\.core\.windows\.net")
 
@@ -143,12 +141,12 @@ def _account_address(url: str, options: Options) -> str:
     account = named[1] if named else options.get("account_name")
     if not account:
         raise ValueError("it has no account, and no account is set")
-    return f"https://{account}.{_HOST}"
+    return f"https://{account}.blob.core.windows.net"
 
 
 class AzureObjects:
-    """Blobs of one account by path (``CONTAINER/NAME``), with Azure's package. It has no listings:
-    the client lists."""
+    """Blobs of one account by path (``CONTAINER/NAME``), with Azure's package. It has no listings,
+    since the client lists."""
 
     async_impl = True
 
@@ -179,7 +177,7 @@ class AzureObjects:
         return {"name": path, "type": "file", "size": facts.size, **version}
 
     def open(self, path: str, etag: str) -> OpenVersion:
-        """Open a version of a blob, which is not asked for yet."""
+        """Open a version of a blob; the first request is its first read."""
         blob = self._blob(path)
 
         def fetch(start: int, end: int) -> bytes:
@@ -204,7 +202,7 @@ class _Token:
 
 
 def _credential(options: Options) -> Any:
-    """Return a credential that is made of these options alone; None: none is needed."""
+    """Return a credential made of these options alone; None if none is needed."""
     core = importlib.import_module("azure.core.credentials")
     if "account_key" in options:
         return core.AzureNamedKeyCredential(options["account_name"], options["account_key"])
@@ -214,7 +212,7 @@ def _credential(options: Options) -> Any:
         identity = importlib.import_module("azure.identity")
         return identity.ClientSecretCredential(
             options["tenant_id"], options["client_id"], options["client_secret"],
-            authority=_LOGIN,
+            authority="login.microsoftonline.com",
         )  # fmt: skip
     return _Token(options["token"]) if "token" in options else None
 

@@ -32,7 +32,7 @@ Options: TypeAlias = dict[str, Any]
 
 
 class Meaning(enum.Enum):
-    """What the text of an error means, where classes and status do not tell."""
+    """The meaning of the text of an error, where classes and status do not show it."""
 
     DENIED = enum.auto()
     UNKNOWN = enum.auto()
@@ -72,66 +72,68 @@ class Scheme:
     """
 
     name: str
-    """What the options of this scheme are called in an `Access`."""
+    """The name of the options of this scheme in an `Access`."""
     protocols: tuple[str, ...]
-    """What stands before `://`, in lower case."""
+    """The part of a URL before `://`, in lower case."""
 
     # ---- URLs ----
     has_query: ClassVar[bool] = False
     """Whether a question mark begins the query of a URL, as in web addresses."""
     splits_query: ClassVar[bool] = False
-    """Whether the file system does so, although a URL is a path: its patterns have no `?`."""
+    """Whether the file system takes a question mark for a query, although its URLs are paths; its
+    patterns have no `?`."""
     in_process: ClassVar[bool] = False
     """Whether the files are in the memory of one process."""
 
     # ---- packages ----
     package: ClassVar[str | None] = None
-    """What a user installs for it, as an argument of `pip install`."""
+    """The package that a user installs, as an argument of `pip install`."""
     module: ClassVar[str | None] = None
     """The module that the daemon needs to fetch for others; None: it fetches for its own user."""
     loggers: ClassVar[tuple[str, ...]] = ()
-    """Loggers of the packages. Below warnings their lines have headers of requests."""
+    """Loggers of the packages. Their lines below warnings contain headers of requests."""
 
     # ---- waiting ----
     connect_s: ClassVar[float] = 10.0
-    """An origin that does not accept a connection for so long has failed."""
+    """An origin that does not accept a connection for this long has failed."""
     silent_s: ClassVar[float] = 30.0
-    """An origin that sends nothing for so long has failed."""
+    """An origin that sends nothing for this long has failed."""
 
     # ---- settings ----
     settings: tuple[str, ...]
     """Beginnings of the variables of the environment that the packages take settings from."""
     forgotten: ClassVar[tuple[str, ...]] = ()
-    """Those of which a daemon that reads for others has none: its packages would take them."""
+    """Variables that a daemon that reads for others deletes, since the packages would use them."""
     options: ClassVar[Mapping[str, type[Any]]] = {}
     """Options that travel to the daemon, and their types."""
     needed: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Options that are nothing without others."""
+    """Options that need others."""
 
     # ---- versions and errors ----
     tags: ClassVar[tuple[str, ...]] = (
         "ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "sha256", "checksum",
         "modification_time",
     )  # fmt: skip
-    """Facts of a file that are another one for each version, the best first."""
+    """Names of facts that differ for each version of a file, the best first."""
     times: ClassVar[tuple[str, ...]] = (
         "LastModified", "last_modified", "Last-Modified", "updated", "modificationTime",
         "modification_time", "mtime",
     )  # fmt: skip
-    """Facts of a file that are its time of modification, the best first."""
+    """Names of facts that give the modification time of a file, the best first."""
     credential_errors: ClassVar[tuple[str, ...]] = ()
-    """Names of exception classes: no credentials, or invalid ones. These and the names and texts
-    below count for all schemes, since the packages stand upon the same others."""
+    """Names of exception classes that mean missing or invalid credentials. These and the names and
+    texts below count for all schemes, since the packages use the same libraries."""
     denied_codes: ClassVar[tuple[str, ...]] = ()
     """Codes in an answer that mean that access is denied."""
     busy_codes: ClassVar[tuple[str, ...]] = ()
     """Codes in an answer that mean that the request may be repeated later."""
     connection_errors: ClassVar[tuple[str, ...]] = ()
-    """Names of exception classes: the connection failed."""
+    """Names of exception classes that mean that the connection failed."""
     closed_texts: ClassVar[tuple[str, ...]] = ()
-    """Beginnings of the texts of an OSError without a number that means the same."""
+    """Beginnings of the texts of an OSError without a number that means that the connection
+    failed."""
     hints: ClassVar[Mapping[Meaning, str]] = {}
-    """What a user can do, by the meaning that `meaning` found."""
+    """Hints for the user, by the meaning that `meaning` found."""
 
     def __init__(self, name: str = "") -> None:
         if name:
@@ -139,7 +141,7 @@ class Scheme:
 
     @property
     def travels(self) -> bool:
-        """Whether the daemon fetches these URLs with what a client passes."""
+        """Whether the daemon fetches these URLs with credentials that a client passes."""
         return self.module is not None
 
     def is_installed(self) -> bool:
@@ -177,8 +179,8 @@ class Scheme:
         return True
 
     def place(self, url: str, origin: str, options: Options, access: str) -> str:
-        """Return where the bytes of a URL come from, for people and `[store] common`: its origin,
-        and what leads elsewhere under the same name.
+        """Return the place of the bytes of a URL, for people and `[store] common`: its origin, and
+        options that lead elsewhere under the same name.
 
         Args: access: text that is another one for each access.
         """
@@ -195,7 +197,7 @@ class Scheme:
         raise NotImplementedError
 
     def connect_own(self, url: str, settings: Options) -> tuple[Any, str]:
-        """Return the file system of a URL with what this process has, and the path in it.
+        """Return the file system of a URL with the settings of this process, and the path in it.
 
         Args: settings: of fsspec's configuration.
         Raises: ImportError: a package is missing. What the packages raise.
@@ -211,7 +213,7 @@ class Scheme:
 
     def defaults(self, settings: Options) -> Options:
         """Return options of `connect_own`: limits of waiting, and no retries below those of the
-        store. What the user has set stays."""
+        store. Settings of the user are kept."""
         return {}
 
     def is_connected(self, system: Any) -> bool:
@@ -237,7 +239,7 @@ class Scheme:
     # ---- errors ----
 
     def meaning(self, text: str) -> Meaning | None:
-        """Return what the text of an error means; None: it does not tell."""
+        """Return the meaning of the text of an error; None if it shows none."""
         return None
 
     def shortened(self, text: str) -> str:
@@ -246,16 +248,15 @@ class Scheme:
 
 
 def cannot_pass(what: str) -> ReadError:
-    """Return the error for an access that the daemon cannot be given."""
+    """Return the error for an access that cannot be passed to the daemon."""
     return ReadError(
         f"{what} cannot be passed to the daemon, which could not read these files",
-        hint="this process reads them by itself, by ranges",
+        hint="this process reads the files itself, by ranges",
     )
 
 
 def refuse_others(settings: Options, scheme: Scheme) -> None:
-    """Raise a ReadError for settings that are not understood: the daemon would read without
-    them."""
+    """Raise a ReadError for unknown settings, since the daemon would read without them."""
     for name in settings:
         raise cannot_pass(f"the option {name!r} of {scheme.name}:// in fsspec's configuration")
 
@@ -266,14 +267,14 @@ def without_none(options: Options) -> Options:
 
 
 def new_file_system(url: str, **options: Any) -> tuple[Any, str]:
-    """Return a file system of fsspec that nobody else gets, and the path of a URL in it."""
+    """Return a file system of fsspec that is not shared, and the path of a URL in it."""
     core = importlib.import_module("fsspec.core")
     system, path = core.url_to_fs(url, skip_instance_cache=True, **options)
     return system, str(path)
 
 
 def open_file(system: Any, path: str, **options: Any) -> OpenVersion:
-    """Open a file of fsspec, of which each read is one request."""
+    """Open a file of fsspec; each read is one request."""
     return opened(file_of(system, path, **options))
 
 

@@ -1,4 +1,4 @@
-"""Google Cloud Storage: gcsfs with what a process has, Google's own package with what was passed.
+"""Google Cloud Storage: gcsfs with a process's settings, Google's package with passed credentials.
 
 gcsfs takes what it is not given from the environment and the files of its process, tries again for
 a minute by itself, and reads without conditions. So for others the daemon uses Google's package:
@@ -112,8 +112,8 @@ def _service_account(token: Any) -> dict[str, Any]:
 
 
 class GoogleObjects:
-    """Objects by path (``BUCKET/NAME``), with Google's package. It has no listings: the client
-    lists."""
+    """Objects by path (``BUCKET/NAME``), with Google's package. It has no listings, since the
+    client lists."""
 
     async_impl = False
 
@@ -150,7 +150,7 @@ class GoogleObjects:
         return {"name": path, "type": "file", "size": blob.size, **version}
 
     def open(self, path: str, generation: str) -> OpenVersion:
-        """Open a generation of an object, which is not asked for yet."""
+        """Open a generation of an object; the first request is its first read."""
         bucket, key = self._bucket(path)
         blob = bucket.blob(key, generation=int(generation))
         failures = importlib.import_module("google.api_core.exceptions")
@@ -160,7 +160,9 @@ class GoogleObjects:
             try:
                 content: bytes = blob.download_as_bytes(start=start, end=end - 1, **how)
             except failures.NotFound as error:  # the object was replaced or deleted
-                raise failures.PreconditionFailed("this generation is gone") from error
+                raise failures.PreconditionFailed(
+                    "the origin no longer has this generation of the object"
+                ) from error
             return content
 
         return OpenVersion(fetch, conditional=True)

@@ -1,4 +1,4 @@
-"""HDFS, with hdfs-native: its clients, and what the texts of its errors mean.
+"""HDFS, with hdfs-native: its clients, and the meaning of the texts of its errors.
 
 The file system that fsspec has for `hdfs://` is not used: it runs a Java machine in this process,
 which does not survive a fork. File systems of hdfs-native are not in fsspec's cache either. That is
@@ -25,7 +25,8 @@ _FAILOVER = {
     "dfs.client.failover.sleep.max.millis": "200",
 }
 _RPC_ERROR = re.compile(r'RPCError\("(?:[\w.]+\.)?([\w$]+)", "(.*?)(?:\\n|"\)$)', re.DOTALL)
-"""An exception of a NameNode in hdfs-native's text: its class, and the first line it says."""
+"""An exception of a NameNode in hdfs-native's text: its class, and the first line of its
+message."""
 _DENIED = (
     "AccessControlException", "AuthorizationException", "SecretManager$InvalidToken", "SASLError",
     "GSSAPIError", "NoSASLMechanism",
@@ -35,7 +36,7 @@ _LATER = (
     "BlocksNotFound", "ChecksumError",
 )  # fmt: skip
 _END_S = 10.0
-"""The longest time that the end of the process waits for calls."""
+"""The end of the process waits for calls at most this long."""
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 """The number of a system's error in the text of a package in Rust."""
 

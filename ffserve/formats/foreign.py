@@ -1,0 +1,54 @@
+"""Files of other packages, which this one does not read: what they are, and what reads them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """A kind of file. package: reads it. many: one file holds many records."""
+
+    name: str
+    package: str
+    many: bool = True
+
+
+_MAGIC = (
+    (0, b"PAR1", Foreign("a Parquet file", "pyarrow")),
+    (0, b"ARROW1\0\0", Foreign("an Arrow file", "pyarrow")),
+    (0, b"ORC", Foreign("an ORC file", "pyarrow")),
+    (0, b"Obj\x01", Foreign("an Avro file", "fastavro")),
+    (0, b"\x83\xafp\xd1\r\x88J?", Foreign("an ArrayRecord file", "array_record")),
+    (0, b"SQLite format 3\0", Foreign("an SQLite database", "sqlite3")),
+    (16, b"\xde\xc0\xef\xbe", Foreign("an LMDB database", "lmdb")),
+    (0, b"\x89HDF\r\n\x1a\n", Foreign("an HDF5 file", "h5py", many=False)),
+    (0, b"PK\x03\x04", Foreign("a zip file", "zipfile", many=False)),
+    (0, b"(\xb5/\xfd", Foreign("a file compressed with zstd", "zstandard", many=False)),
+    (257, b"ustar", Foreign("a tar file", "tarfile")),
+)
+"""Offset and bytes by which a file is recognized; the head of a file has `formats.base.HEAD_SIZE`
+bytes or more."""
+
+_SUFFIXES = {
+    ".parquet": Foreign("a Parquet file", "pyarrow"),
+    ".arrow": Foreign("an Arrow file", "pyarrow"),
+    ".mds": Foreign("a shard of MosaicML streaming (MDS)", "streaming"),
+    ".mds.zstd": Foreign("a shard of MosaicML streaming (MDS)", "streaming"),
+    ".tar": Foreign("a tar file", "tarfile"),
+}
+
+
+def kind_of(head: bytes, path: str) -> Foreign | None:
+    """Return the kind of a file that is known to belong to another package, or None.
+
+    Args:
+        head: the first bytes of the file. path: its name; the suffix decides where the content
+            does not.
+    """
+    for offset, magic, kind in _MAGIC:
+        if head[offset : offset + len(magic)] == magic:
+            return kind
+    name = os.path.basename(path).lower()
+    return next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), None)
