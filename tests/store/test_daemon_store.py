@@ -391,13 +391,14 @@ def test_blocks_that_came_damaged_are_fetched_again_once(
     samples = [random.Random(k).randbytes(9000) for k in range(100)]
     url = served(origin, tmp_path, samples, "a.data", format, **options)
     content = origin.files["a.data"]
-    origin.wrong[len(content) // 2] = 1
+    place = len(content) // 2 + 4000  # in a payload
+    origin.wrong[place] = 1
     came_damaged = r"store: block \d+ of .* had come damaged"
     with serving(**daemon_options(tmp_path, expect=[came_damaged])) as daemon:
         with daemon.open(url) as reader:
             assert plain(reader.read(range(100))) == samples
-        assert origin.wrong == {len(content) // 2: 0}
-        assert origin.total == len(content) + BLOCK
+        assert origin.wrong == {place: 0}
+        assert origin.total <= len(content) + 2 * BLOCK  # its sample lies in one block, or two
 
 
 @pytest.mark.parametrize("kind", [0, 3])
@@ -408,7 +409,7 @@ def test_a_block_that_is_damaged_at_the_origin_is_asked_for_twice_and_no_more(
     samples = [random.Random(k).randbytes(9000) for k in range(100)]
     url = served(origin, tmp_path, samples, "a.data", format, **options)
     content = bytearray(origin.files["a.data"])
-    content[len(content) // 2] ^= 1
+    content[len(content) // 2 + 4000] ^= 1  # in a payload
     origin.put("a.data", bytes(content))
     with serving(**daemon_options(tmp_path, expect=["sample .*", ".*checksum.*"])) as daemon:
         for _ in range(2):
