@@ -62,7 +62,8 @@ class RecordTable:
 
     format: of the files. record_type: of their records. skip: leave out damaged records, and log
     how many. server: as for ``ffserve.open``; remote files are read by ranges with "auto", too: a
-    task reads each byte once. zone: the time zone of partition timestamps.
+    task reads each byte once. zone: the time zone of partition timestamps. frames_size: bytes of
+    frames that are read and decoded at a time.
     """
 
     format: str
@@ -70,6 +71,7 @@ class RecordTable:
     skip: bool = False
     server: str = "off"
     zone: str = "UTC"
+    frames_size: int = FRAMES_SIZE
 
 
 @dataclass(frozen=True)
@@ -428,7 +430,7 @@ def _framed(table: RecordTable, piece: FilePiece) -> Iterator[Numbered]:
     row, at = piece.start, piece.begin
     with _opened(piece) as (read_at, size):
         end = size if piece.end < 0 else piece.end
-        buffer = np.empty(FRAMES_SIZE, np.uint8)
+        buffer = np.empty(table.frames_size, np.uint8)
         while at < end:
             records, taken, wanted = _frames(read_at, at, buffer[: end - at])
             if taken:

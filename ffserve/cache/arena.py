@@ -120,13 +120,23 @@ class Arena:
         size: bytes; rounded down to whole slabs.
         limit: bytes to which it can grow, at least `size`; None: it cannot.
         slab_size: bytes of a slab, a power of two; None: what suits `size`.
+        run_share, run_waste: see RUN_SHARE and RUN_WASTE.
     Raises: UsageError when smaller than SMALLEST_ARENA.
 
     give: gives an empty slab, of this number, the pages of a domain, of this number; False: that is
     not possible now. A simulation has no pages to give.
     """
 
-    def __init__(self, size: int, limit: int | None = None, slab_size: int | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        limit: int | None = None,
+        slab_size: int | None = None,
+        *,
+        run_share: int = RUN_SHARE,
+        run_waste: float = RUN_WASTE,
+    ) -> None:
+        self._run_share, self._run_waste = run_share, run_waste
         if size < SMALLEST_ARENA:
             raise UsageError(
                 f"an arena of {size} bytes is too small",
@@ -287,13 +297,14 @@ class Arena:
     def _run_for(self, size: int) -> int:
         """Return how many slabs together leave the least over, or so little that it is no matter,
         when they are cut into slots of a size."""
-        longest = max(min(LONGEST_RUN, self.open_count // RUN_SHARE, size // SMALLEST_SLOT), 1)
+        most = self.open_count // self._run_share
+        longest = max(min(LONGEST_RUN, most, size // SMALLEST_SLOT), 1)
         best, least = 1, 1.0
         for run in range(1, longest + 1):
             waste = run * self.slab_size % size / (run * self.slab_size)
             if waste < least:
                 best, least = run, waste
-            if least <= RUN_WASTE:
+            if least <= self._run_waste:
                 break
         return best
 

@@ -131,10 +131,14 @@ class _Cursor:
 
 
 class Prefetcher:
-    """See the module's text."""
+    """See the module's text.
 
-    def __init__(self, cache: Cache) -> None:
+    Args: window_least_size: see WINDOW_LEAST_SIZE.
+    """
+
+    def __init__(self, cache: Cache, *, window_least_size: int = WINDOW_LEAST_SIZE) -> None:
         self._cache = cache
+        self._window_least_size = window_least_size
         self._cursors: dict[JobProgress, _Cursor] = {}
         self._slowest_s = SHORTEST_S
         self._slow_s = 0.0
@@ -325,7 +329,7 @@ class Prefetcher:
             numbers = order.numbers(cursor.position, cursor.position + look)
             # After a jump into the middle of a window, the rest of it.
             jumped = cursor.position > cursor.window_end > 0
-            least = 1 if jumped else max(int(WINDOW_LEAST_SIZE / size), 1)
+            least = 1 if jumped else max(int(self._window_least_size / size), 1)
             last = cursor.position + look >= order.count
             small = size <= WINDOW_SAMPLE_SIZE
             end = next(window_ends(numbers, least, last=last), None) if small else None

@@ -88,7 +88,6 @@ def live_on(seed: int, world: World, begin: Callable[[World], object]) -> None:
         world.close()
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("seed", SEEDS)
 def test_all_that_was_cached_is_taken_over(seed: int) -> None:
     world, tables = killed(seed)
@@ -112,7 +111,6 @@ def test_all_that_was_cached_is_taken_over(seed: int) -> None:
     live_on(seed, world, compare)
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("seed", SEEDS)
 def test_garbage_is_not_taken_over(seed: int) -> None:
     world, tables = killed(seed)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ffserve.cache import prefetch
 from ffserve.cache.arena import Arena
 from ffserve.cache.cache import Cache, Fetch, Load
 from ffserve.cache.next_use import NextUse
@@ -24,12 +23,12 @@ COUNT, ARENA = 4096, 16 << 20
 class Node:
     """A cache, what reads ahead for it, and one job with an order; every read succeeds at once."""
 
-    def __init__(self, size: int, order: NDArray[np.int64]) -> None:
+    def __init__(self, size: int, order: NDArray[np.int64], **sizes: int) -> None:
         self.next_use = NextUse()
         self.directory = Directory(1 << 22)
         self.table = ShardTable(self.directory)
         self.cache = Cache(Arena(ARENA), self.directory, self.table, lambda *_: None, self.next_use)
-        self.prefetcher = Prefetcher(self.cache)
+        self.prefetcher = Prefetcher(self.cache, **sizes)
         self.base = self.directory.reserve(COUNT)
         offsets = np.arange(COUNT, dtype=np.uint64) * size
         self.directory.offsets[self.base : self.base + COUNT] = offsets
@@ -183,11 +182,10 @@ def test_the_order_of_a_data_set_that_is_all_in_memory_is_not_followed() -> None
     node.directory.close()
 
 
-def test_a_windowed_order_was_prefetched_sample_by_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_windowed_order_was_prefetched_sample_by_sample() -> None:
     """Each window is read whole and in the order of the file, before the job comes to it."""
-    monkeypatch.setattr(prefetch, "WINDOW_LEAST_SIZE", 1 << 18)
     window = 1024
-    node = Node(1000, epoch_order(COUNT, seed=3, epoch=0, window=window))
+    node = Node(1000, epoch_order(COUNT, seed=3, epoch=0, window=window), window_least_size=1 << 18)
     firsts = node.prefetched()
     ahead = np.isin(node.blocks, firsts)
     assert ahead[: 2 * window].all(), "the window in use and the next"
@@ -202,12 +200,9 @@ def test_a_windowed_order_was_prefetched_sample_by_sample(monkeypatch: pytest.Mo
     node.directory.close()
 
 
-def test_a_job_ahead_of_the_prefetcher_waits_for_its_window(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_job_ahead_of_the_prefetcher_waits_for_its_window() -> None:
     """Its requests would read the blocks of the window many times."""
-    monkeypatch.setattr(prefetch, "WINDOW_LEAST_SIZE", 1 << 18)
-    node = Node(1000, epoch_order(COUNT, seed=3, epoch=0, window=1024))
+    node = Node(1000, epoch_order(COUNT, seed=3, epoch=0, window=1024), window_least_size=1 << 18)
     node.prefetched()
     node.evict_all()
     node.prefetcher.next_load(1.0)
@@ -227,12 +222,9 @@ def test_a_job_ahead_of_the_prefetcher_waits_for_its_window(
     node.directory.close()
 
 
-def test_a_job_hung_in_a_windowed_order_over_a_data_set_that_is_all_in_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_job_hung_in_a_windowed_order_over_a_data_set_that_is_all_in_memory() -> None:
     """All samples were known to be there, and more of them were looked for."""
-    monkeypatch.setattr(prefetch, "WINDOW_LEAST_SIZE", 1 << 18)
-    node = Node(1000, epoch_order(COUNT, seed=3, epoch=0, window=1024))
+    node = Node(1000, epoch_order(COUNT, seed=3, epoch=0, window=1024), window_least_size=1 << 18)
     node.bring(node.order)
     assert len(node.prefetched()) == 0
     assert node.prefetcher._all_resident(node.progress, node.prefetcher._cursors[node.progress])

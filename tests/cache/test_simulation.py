@@ -23,7 +23,6 @@ import pytest
 from numpy.typing import NDArray
 
 from ffserve import protocol
-from ffserve.cache import arena
 from ffserve.cache.allocator import Allocator
 from ffserve.cache.arena import Arena
 from ffserve.cache.cache import Cache, Fetch, Load
@@ -130,7 +129,7 @@ class World:
 
     Args:
         lengths: of the samples, one array a shard.
-        cache_type: what to test.
+        cache_type, arena_type: what to test.
     """
 
     def __init__(
@@ -140,6 +139,7 @@ class World:
         lengths: list[Int64s],
         *,
         cache_type: Callable[..., Cache] = Cache,
+        arena_type: Callable[..., Arena] = Arena,
         failure_rate: float = 0.0,
         slowest_s: float = 0.02,
         most_reads: int = 256,
@@ -147,7 +147,7 @@ class World:
     ) -> None:
         self.random = random.Random(seed)
         self.now = 100.0
-        self.arena = Arena(arena_size, largest_arena)
+        self.arena = arena_type(arena_size, largest_arena)
         self.directory = Directory(1 << 22)
         self.table = ShardTable(self.directory)
         self.next_use = NextUse()
@@ -751,6 +751,7 @@ def random_world(
     cache_type: Callable[..., Cache] = Cache,
     lengths_of: Callable[[random.Random, int], list[Int64s]] = random_lengths,
     begin: Callable[[World], object] = lambda world: None,
+    arena_type: Callable[..., Arena] = Arena,
 ) -> World:
     """Return a world with its clients. Args: begin: what happens before they come."""
     chooser = random.Random(seed)
@@ -760,6 +761,7 @@ def random_world(
         arena_size,
         lengths_of(chooser, arena_size),
         cache_type=cache_type,
+        arena_type=arena_type,
         failure_rate=chooser.choice((0, 0, 0.02, 0.3)),
         slowest_s=chooser.choice((0.001, 0.02, 0.3)),
         most_reads=chooser.choice((4, 64, 512)),
@@ -809,22 +811,16 @@ def simulate(seed: int, cache_type: Callable[..., Cache] = Cache) -> World:
     return world
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("seed", FEW)
 def test_invariants_hold_through_random_lives(seed: int) -> None:
     simulate(seed)
 
 
-@pytest.mark.check
 @pytest.mark.parametrize(
     "seed", [*FEW, *(pytest.param(seed, marks=pytest.mark.fuzz) for seed in FUZZ_SEEDS[:100])]
 )
-def test_slots_over_several_slabs_hold_through_random_lives(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slots_over_several_slabs_hold_through_random_lives(seed: int) -> None:
     """All shards have samples of one size, and a run may have a third of an arena."""
-    monkeypatch.setattr(arena, "RUN_SHARE", 3)
-    monkeypatch.setattr(arena, "RUN_WASTE", 0.0)
 
     def of_one_size(chooser: random.Random, arena_size: int) -> list[Int64s]:
         slab_size = Arena(arena_size).slab_size
@@ -833,7 +829,8 @@ def test_slots_over_several_slabs_hold_through_random_lives(
         lengths = random_lengths(chooser, arena_size)
         return [np.full(len(run), size) for run, size in zip(lengths, sizes, strict=False)]
 
-    world = random_world(seed, lengths_of=of_one_size)
+    longer_runs = partial(Arena, run_share=3, run_waste=0.0)
+    world = random_world(seed, lengths_of=of_one_size, arena_type=longer_runs)
     try:
         assert world.arena.longest_run > 1 or world.arena.open_count < 6
         world.run()

@@ -71,13 +71,13 @@ def path(tmp_path: Path) -> str:
     return write(tmp_path / "a.ffr", [sample(i, SIZES) for i in range(100)])
 
 
-@pytest.mark.check
 @pytest.mark.parametrize(
     ("what", "step"),
     [
-        ("read", 1),
-        ("lease", 2),
-        ("open", 3),
+        *(
+            pytest.param(what, step, marks=pytest.mark.check)
+            for what, step in (("read", 1), ("lease", 2), ("open", 3))
+        ),
         pytest.param("lease", 1, marks=pytest.mark.soak),
         pytest.param("open", 1, marks=pytest.mark.soak),
     ],

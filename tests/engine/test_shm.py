@@ -462,8 +462,10 @@ def test_no_torn_copy_is_accepted(seconds: float) -> None:
     assert len(kinds) > 50
 
 
-@pytest.mark.check
-@pytest.mark.parametrize("seconds", [0.3, pytest.param(10.0, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "seconds",
+    [pytest.param(0.3, marks=pytest.mark.check), pytest.param(10.0, marks=pytest.mark.soak)],
+)
 @pytest.mark.parametrize("kind", io.probe())
 def test_no_sample_is_taken_for_another(kind: io.Kind, seconds: float, tmp_path: Path) -> None:
     """The engine fills four slots with other samples again and again while a thread reads."""

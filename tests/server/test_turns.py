@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-import pytest
-
-from ffserve.server.sessions import turns
 from ffserve.server.sessions.turns import Turns
 from ffserve.server.users.shares import User
 
@@ -27,16 +24,13 @@ class Waiting:
         return self.pieces > 0
 
 
-def test_a_message_that_comes_alone_waited_for_another_turn_of_the_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_message_that_comes_alone_waited_for_another_turn_of_the_loop() -> None:
     """What comes with it is chosen from: an attacker's messages may be the first that are
     reported."""
-    monkeypatch.setattr(turns, "CALM_S", 0.5)
     done: list[str] = []
 
     async def go() -> None:
-        many = Turns(asyncio.get_running_loop(), lambda: None)
+        many = Turns(asyncio.get_running_loop(), lambda: None, calm_s=0.5)
         many.add(Waiting(User(1), "alone", done), at_once=True)
         assert done == ["alone"]
         hostile = User(1)
@@ -50,16 +44,14 @@ def test_a_message_that_comes_alone_waited_for_another_turn_of_the_loop(
     asyncio.run(go())
 
 
-def test_a_user_who_asked_for_little_waited_for_the_turns_of_one_who_asked_for_much(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_user_who_asked_for_little_waited_for_the_turns_of_one_who_asked_for_much() -> None:
     """A turn of the loop that has other things to do as well comes late."""
-    monkeypatch.setattr(turns, "TURN_S", 1e-9)  # one piece in a turn
-    monkeypatch.setattr(turns, "CALM_S", 60.0)
     done: list[str] = []
 
     async def go() -> None:
-        many = Turns(asyncio.get_running_loop(), lambda: None)
+        # One piece in a turn.
+        loop = asyncio.get_running_loop()
+        many = Turns(loop, lambda: None, turn_s=1e-9, calm_s=60.0)
         hostile, honest = User(1), User(2)
         for name in "abcd":
             many.add(Waiting(hostile, name, done, pieces=100), at_once=True)

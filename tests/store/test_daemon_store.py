@@ -180,8 +180,9 @@ def test_an_announced_order_is_fetched_ahead_by_the_daemon(
         assert plain(reader.read([3, 400])) == [samples[3], samples[400]]
 
 
-@pytest.mark.check
-@pytest.mark.parametrize("case", [0, pytest.param(4, marks=pytest.mark.stores)])
+@pytest.mark.parametrize(
+    "case", [pytest.param(0, marks=pytest.mark.check), pytest.param(4, marks=pytest.mark.stores)]
+)
 def test_with_little_room_samples_pass_the_store(
     origin: HttpOrigin, tmp_path: Path, case: int
 ) -> None:

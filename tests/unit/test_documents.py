@@ -141,7 +141,6 @@ def _fill(path: Path) -> None:
                     writer.write(pickle.dumps(sample) if directory == "train" else sample)
 
 
-@pytest.mark.check
 @pytest.mark.parametrize(
     "name",
     [

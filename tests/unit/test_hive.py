@@ -104,5 +104,5 @@ def test_what_is_refused(tmp_path: Path) -> None:
         hive.find_files([str(tmp_path)])
     (tmp_path / "y").unlink()
     (tmp_path / "plain").mkdir()
-    with pytest.raises(FormatError, match="not column=value"):
+    with pytest.raises(FormatError, match="not named column=value"):
         hive.find_files([str(tmp_path)])

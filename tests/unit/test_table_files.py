@@ -70,9 +70,8 @@ RECORDS = [example.encode({"id": k, "noise": bytes(size)}) for k, size in enumer
 
 
 @pytest.fixture
-def frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that is read 64 bytes at a time, and has records that are larger."""
-    monkeypatch.setattr(table_reading, "FRAMES_SIZE", 64)
+def frames(tmp_path: Path) -> Path:
+    """A file that is to be read 64 bytes at a time, and has records that are larger."""
     with ffserve.create(tmp_path / "a.tfrecord") as writer:
         for record in RECORDS:
             writer.write(record)
@@ -80,7 +79,7 @@ def frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_frames_of_all_sizes_are_read_in_order(frames: Path) -> None:
-    table = RecordTable("tfrecord", "ByteArray")
+    table = RecordTable("tfrecord", "ByteArray", frames_size=64)
     [file] = hive.find_files([str(frames)])
     schema = pa.schema([("byteArray", pa.binary())])
     for limit in (10**9, 700, 100):
@@ -94,7 +93,7 @@ def test_frames_of_all_sizes_are_read_in_order(frames: Path) -> None:
 
 
 def test_damage_at_any_byte_of_frames_is_an_error_after_the_records_before_it(frames: Path) -> None:
-    table, intact = RecordTable("tfrecord", "Example"), frames.read_bytes()
+    table, intact = RecordTable("tfrecord", "Example", frames_size=64), frames.read_bytes()
     with ffserve.open(frames, server="off") as reader:
         offsets, lengths, _ = reader.tables(0)
         ends = (offsets + lengths + np.uint64(4)).tolist()
@@ -119,7 +118,8 @@ def test_a_file_that_shrinks_while_its_frames_are_read_is_an_error(frames: Path)
     found = []
     with pytest.raises(FFServeError, match=r"a\.tfrecord"):
         piece = FilePiece(str(frames), frames.stat().st_size)
-        for batch in table_reading.batches(RecordTable("tfrecord", "Example"), piece, SCHEMA):
+        table = RecordTable("tfrecord", "Example", frames_size=64)
+        for batch in table_reading.batches(table, piece, SCHEMA):
             found += batch["id"].to_pylist()
             os.truncate(frames, 100)
     assert found == list(range(len(found))) and 0 < len(found) < len(RECORDS)

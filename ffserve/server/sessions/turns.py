@@ -40,10 +40,18 @@ class TurnTaker(Protocol):
 class Turns:
     """See the module's text.
 
-    Args: after: called after each turn of the loop.
+    Args: after: called after each turn of the loop. turn_s, calm_s: see TURN_S and CALM_S.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, after: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        after: Callable[[], object],
+        *,
+        turn_s: float = TURN_S,
+        calm_s: float = CALM_S,
+    ) -> None:
+        self._turn_s, self._calm_s = turn_s, calm_s
         self._loop = loop
         self._after = after
         self._share = FairShare()
@@ -81,11 +89,11 @@ class Turns:
         """Whether a user may have a turn before the loop has reported all that has arrived."""
         if self._running:
             return self._share.is_due(user)
-        return time.monotonic() >= self._ended + CALM_S
+        return time.monotonic() >= self._ended + self._calm_s
 
     def _run(self) -> None:
         now = time.monotonic()
-        end = now + TURN_S
+        end = now + self._turn_s
         while self._waiting and now < end:
             user = self._share.choose(self._waiting)
             now = self._serve(user, now, min(SLICE_S, end - now))
