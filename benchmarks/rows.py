@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import ffserve
-from benchmarks import engine, shuffle, store, view
+from benchmarks import shuffle
 from benchmarks.harness.contestants import HOT_SHARE
 from benchmarks.harness.kinds import (
     DEPTH,
@@ -39,7 +39,8 @@ from benchmarks.harness.measuring import (
     ratio,
 )
 from benchmarks.harness.peers import BY_NAME, Peer
-from benchmarks.local import Local
+from benchmarks.subjects import engine, store, view
+from benchmarks.subjects.local import Local
 from ffserve.bench.ceilings import STREAM_DEPTH
 from ffserve.bench.samples import MIB, BenchmarkData, generated
 from ffserve.formats import NAMES, by_name
@@ -184,7 +185,7 @@ def _torch(bench: Bench, data: BenchmarkData, note: Note) -> list[Group]:
     def run(name: str, *, daemon: bool = True) -> Result:
         served = bench.hot_daemon(data) if daemon else None
         warm = max(32, TORCH_WARM_SIZE // (batch * data.mean))
-        function = f"benchmarks.torch_contestants:{name}"
+        function = f"benchmarks.subjects.torch_contestants:{name}"
         return bench.run(function, data, batch=batch, daemon=served, warm=warm)
 
     def contestant(name: str, limit: float) -> Contestant:

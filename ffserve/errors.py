@@ -158,6 +158,10 @@ class UsageError(FFServeError, ValueError):
     code = "usage"
 
 
+class FileNameError(UsageError, AssertionError):
+    """The name of a file does not end in .ffr, or is not that of a directory that is needed."""
+
+
 class CoreError(FFServeError, ImportError):
     """The compiled C core is missing, or was built from other sources."""
 

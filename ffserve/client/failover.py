@@ -797,14 +797,14 @@ class LoopSelector:
             remote = await in_thread(lambda: open_remote(self._request), LocalSource.close)
             self._request.share = remote.share
             return remote
-        engine, request = self.state.engine().engine, self._request
+        engines, request = self.state.engine().engines, self._request
         local = await in_thread(
             lambda: LocalSource(
                 request.paths,
                 request.format,
                 request.verify,
                 request.tolerant,
-                lambda: engine,
+                lambda: engines,
                 share=request.share,
                 most_at_once=LARGE_COPY_SIZE,
             ),

@@ -23,12 +23,15 @@ from ffserve.client.daemon import connection as blocking
 from ffserve.client.daemon.channel import Beside, Copying, Steps
 from ffserve.client.daemon.passed_files import DatasetRequest, send
 from ffserve.client.daemon.shared_memory import DaemonSource
+from ffserve.client.local.local_engines import LocalEngines
 from ffserve.client.local.local_source import ChunkedRequest, LocalRequest, LocalSource
 from ffserve.client.local.ranged_source import RangedSource
 from ffserve.client.source import Source, Target
 from ffserve.dtypes import Bytes, Int64s
-from ffserve.engine.io import EngineBatch, local_engine
+from ffserve.engine.io import Engine, EngineBatch
 from ffserve.errors import FFServeError, ProtocolError
+from ffserve.reads.by_device import SplitEngine
+from ffserve.reads.records import BatchEngine
 
 T = TypeVar("T")
 
@@ -249,27 +252,37 @@ class LoopConnection(blocking.Driver):
 
 
 class LoopEngine:
-    """An engine whose batches are awaited."""
+    """Engines whose batches are awaited."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.engine = local_engine()
+        self.engines = LocalEngines(self._started)
         self._loop = loop
         self._ended: dict[int, asyncio.Future[None]] = {}
-        loop.add_reader(self.engine.fileno(), self._reap)
 
-    def watch(self, batch: EngineBatch) -> asyncio.Future[None]:
+    def _started(self, engine: Engine) -> None:
+        """Any thread."""
+        self._loop.call_soon_threadsafe(self._loop.add_reader, engine.fileno(), self._reap, engine)
+
+    def watch(self, engine: BatchEngine, batch: EngineBatch) -> asyncio.Future[Any]:
         """Return a future that is done when the batch has ended. Called once, after it was
-        submitted; a task that awaits it shields it."""
+        submitted to this engine; a task that awaits it shields it."""
+        if not isinstance(engine, SplitEngine):
+            return self._end_of(batch)
+        ended = asyncio.gather(*map(self._end_of, engine.parts(batch)))
+        ended.add_done_callback(lambda _: engine.join(batch))
+        return ended
+
+    def _end_of(self, batch: EngineBatch) -> asyncio.Future[None]:
         future = self._ended[batch.address] = self._loop.create_future()
         return future
 
-    def _reap(self) -> None:
-        for batch in self.engine.completed():
+    def _reap(self, engine: Engine) -> None:
+        for batch in engine.completed():
             self._ended.pop(batch.address).set_result(None)
 
 
 class LoopState:
-    """What all readers of one event loop share: a connection per socket, and an engine."""
+    """What all readers of one event loop share: a connection per socket, and engines."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -296,7 +309,7 @@ class LoopState:
             del self._connections[connection.path]
 
     def engine(self) -> LoopEngine:
-        """Return this loop's engine."""
+        """Return this loop's engines."""
         if self._engine is None:
             self._engine = LoopEngine(self.loop)
         return self._engine
@@ -331,7 +344,7 @@ class LoopState:
     ) -> Failed:
         if request.batch is None:
             return source.collect(request)
-        ended = self.engine().watch(request.batch)
+        ended = self.engine().watch(request.engine, request.batch)
         try:
             await asyncio.shield(ended)
         except asyncio.CancelledError:
@@ -358,14 +371,14 @@ class LoopState:
         for connection in self._connections.values():
             connection.abandon()
         if self._engine is not None:
-            self._engine.engine.close()
+            self._engine.engines.close()
 
     def after_fork(self) -> None:
         """This process is a child. The loop's epoll is the parent's too: nothing is removed."""
         for connection in self._connections.values():
             connection.abandon()
         if self._engine is not None:
-            self._engine.engine.forget()
+            self._engine.engines.forget()
 
 
 _lock = threading.Lock()

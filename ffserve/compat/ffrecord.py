@@ -27,7 +27,7 @@ from ffserve import reader as readers
 from ffserve.dataset.paths import expand_paths
 from ffserve.disk.files import read_at_of
 from ffserve.disk.output import staged_directory
-from ffserve.errors import MissingFile, SampleIndexError, UsageError
+from ffserve.errors import FileNameError, MissingFile, SampleIndexError, UsageError
 from ffserve.formats import by_name, suffixes
 from ffserve.store.urls import is_url
 from ffserve.system import parallel
@@ -37,10 +37,6 @@ _CHECK_FS_ALIGN = 0x8004_6664
 """Number of the ioctl request by which such a file system says so: _IOR('f', 100, int)."""
 _REPORT_EVERY = 256
 _REPORT_SECONDS = 2.0
-
-
-class FileNameError(UsageError, AssertionError):
-    """A file name that does not end in .ffr."""
 
 
 class FileTypeError(UsageError, TypeError, AssertionError):

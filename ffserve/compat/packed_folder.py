@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import folders as packed_folders
-from ffserve.compat.ffrecord import FileNameError, FileReader
-from ffserve.errors import FormatError, UsageError
+from ffserve.compat.ffrecord import FileReader
+from ffserve.errors import FileNameError, FormatError, UsageError
 from ffserve.folders import Folder
 from ffserve.system import parallel
 
@@ -172,10 +172,7 @@ def pack_folder(
             "not a directory", path=os.fsdecode(folder), hint="give an existing directory"
         )
     tree = packed_folders.scan([os.fsdecode(folder)], os.fsdecode(out))
-    try:
-        name = packed_folders.checked_output(out)
-    except UsageError as error:
-        raise FileNameError(error.message, path=error.path, hint=error.hint) from None
+    name = packed_folders.checked_output(out)
     packed_folders.write_shard(name, tree, parallel.no_progress, print if verbose else None)
 
 

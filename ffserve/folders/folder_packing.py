@@ -17,7 +17,7 @@ from typing import Any
 
 from ffserve.disk.files import os_error
 from ffserve.disk.output import staged_directory
-from ffserve.errors import FFServeError, UsageError
+from ffserve.errors import FFServeError, FileNameError, UsageError
 from ffserve.folders import folder_index
 from ffserve.folders.folder_index import Folder
 from ffserve.system import parallel
@@ -274,10 +274,10 @@ def _reading(path: str) -> Iterator[None]:
 
 
 def checked_output(out: str | os.PathLike[str]) -> str:
-    """Return the name of an output file. Raises: UsageError: it does not end in .ffr."""
+    """Return the name of an output file. Raises: FileNameError: it does not end in .ffr."""
     name = os.fsdecode(out)
     if not name.endswith(".ffr"):
-        raise UsageError(
+        raise FileNameError(
             "the output name does not end in .ffr", path=name, hint="choose a name such as x.ffr"
         )
     return name

@@ -38,8 +38,8 @@ class SampleReader:
     def __init__(self, reader: Reader, wait: Callable[[], object]) -> None:
         self._reader = reader
         self._wait = wait
-        self._locks = [threading.Lock() for _ in range(64)]
-        """A sample that several threads want is read once."""
+        self._locks: dict[int, threading.Lock] = {}
+        """Of the samples that are being read: one that several threads want is read once."""
         self._keeping = threading.Lock()
         self._kept: OrderedDict[int, Bytes] = OrderedDict()
         self._kept_size = 0
@@ -88,7 +88,7 @@ class SampleReader:
         """Return a part of a sample, less at its end. Raises: as `Reader.read`."""
         found = self._kept.get(sample)
         if found is None:
-            lock = self._locks[sample % len(self._locks)]
+            lock = self._locks.setdefault(sample, threading.Lock())
             if not lock.acquire(blocking=False):
                 self._wait()
                 lock.acquire()
@@ -97,6 +97,7 @@ class SampleReader:
                 if found is None:
                     found = self._whole(sample, offset + size)
             finally:
+                self._locks.pop(sample, None)
                 lock.release()
         return found[offset : offset + size].data
 

@@ -5,9 +5,9 @@ kernel is told to keep names, sizes and bytes for good. So any thread of any pro
 request, and forgotten nodes (FORGET) need no counting.
 
 One thread of a process has the turn: it takes requests and answers them at once. Before it waits
-for a disk it passes the turn to another thread. So as long as all samples are in memory, one thread
-does all the work, with its code and data in the processor's cache, and no other thread waits for
-the interpreter's lock.
+for a disk it passes the turn to another thread, to a new one if all others wait as well. So as long
+as all samples are in memory, one thread does all the work, with its code and data in the
+processor's cache, and no other thread waits for the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import mmap
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,7 +36,13 @@ from ffserve.view.tree import ROOT, SAMPLES, Node, Tree
 log = logging.getLogger("ffserve")
 
 THREADS = 4
-"""A process answers in this many threads, so that reads of the disk wait side by side."""
+"""A process begins with this many threads, so that reads of the disk wait side by side."""
+MOST_THREADS = 64
+"""When all threads of a process wait for a disk, which may hang, it starts another, so that files
+on other disks can be read. When so many wait it answers nothing."""
+RECHECK_S = 0.25
+"""A program that a signal has not ended is looked at again after this time. The kernel tells of the
+first signal only, and the next one may kill the program."""
 SAID_COUNT = 20
 """A process names at most this many damaged samples in its log."""
 Payload: TypeAlias = "bytes | bytearray | memoryview"
@@ -82,11 +89,12 @@ class Running:
         self.slots = memoryview(mmap.mmap(-1, 16 * threads)).cast("Q")
 
     def thread_of(self, unique: int) -> int:
-        """Return which thread of which program waits for a request; 0: it is not in progress."""
+        """Return which thread of which program waits for a request; 0: that of another namespace;
+        -1: it is not in progress."""
         for at in range(0, len(self.slots), 2):
             if self.slots[at] == unique:
                 return int(self.slots[at + 1])
-        return 0
+        return -1
 
 
 class ViewServer:
@@ -123,6 +131,14 @@ class ViewServer:
         self._turn = threading.Lock()
         self._leader = 0
         """The thread that has the turn; 0: none."""
+        self._idle: set[int] = set()
+        """The threads that wait for the turn."""
+        self._first = self._count = 0
+        """The first of this process's slots in `running`, and its threads so far."""
+        self._signalled: dict[int, int] = {}
+        """Requests whose program got a signal and goes on waiting, with its thread."""
+        self._rechecking = threading.Lock()
+        """Held by the thread that looks at those again."""
         self._answers: dict[int, Function] = {
             Operation.LOOKUP: self._look_up,
             Operation.GETATTR: self._get_attributes,
@@ -140,14 +156,17 @@ class ViewServer:
 
         Args: first: the first of this process's slots in `running`.
         """
-        threads = [
-            threading.Thread(target=self._loop, args=(2 * (first + k),), daemon=True)
-            for k in range(THREADS)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
+        self._first = first
+        for thread in [self._start() for _ in range(THREADS)]:
             thread.join()
+
+    def _start(self) -> threading.Thread:
+        """Start another thread that answers requests."""
+        at = 2 * (self._first + self._count)
+        self._count += 1
+        thread = threading.Thread(target=self._loop, args=(at,), daemon=True)
+        thread.start()
+        return thread
 
     def _loop(self, at: int) -> None:
         requests = Requests(
@@ -159,7 +178,9 @@ class ViewServer:
         me = threading.get_ident()
         while True:
             if self._leader != me:
+                self._idle.add(me)
                 self._turn.acquire()
+                self._idle.discard(me)
                 self._leader = me
             try:
                 size = self._samples.next(requests)
@@ -174,7 +195,7 @@ class ViewServer:
                 continue
             _, operation, unique, node, _, _, thread, _, _ = unpack(request)
             if operation == Operation.INTERRUPT:
-                self._interrupt(int.from_bytes(request[40:48], "little"))
+                self._interrupt(unique, int.from_bytes(request[40:48], "little"))
                 continue
             slots[at + 1] = thread
             slots[at] = unique
@@ -185,6 +206,8 @@ class ViewServer:
     def _pass_on(self) -> None:
         """Let another thread take requests, since this one is going to wait."""
         if self._leader == threading.get_ident():
+            if not self._idle and self._count < MOST_THREADS:
+                self._start()
             self._leader = 0
             self._turn.release()
 
@@ -216,12 +239,40 @@ class ViewServer:
         if self._said <= SAID_COUNT:
             log.warning("the view cannot read a sample: %s", error)
 
-    def _interrupt(self, unique: int) -> None:
+    def _interrupt(self, interruption: int, unique: int) -> None:
         """A program got a signal while it waits. If it was killed, it need not wait any longer;
-        otherwise it gets its answer, since programs do not expect EINTR of files."""
+        otherwise it gets its answer, since programs do not expect EINTR of files.
+
+        Args: interruption, unique: numbers of this message and of the request that it is about.
+        """
         thread = self._running.thread_of(unique)
-        if thread and _is_killed(thread):
+        if thread < 0:
+            # Either a thread has just taken the request, then the kernel sends this again; or it
+            # was answered, then the kernel ignores this.
+            self._reply(interruption, b"", errno.EAGAIN)
+        elif thread and not self._is_over(unique, thread):
+            self._signalled[unique] = thread
+            if not self._rechecking.locked():
+                threading.Thread(target=self._recheck, daemon=True).start()
+
+    def _is_over(self, unique: int, thread: int) -> bool:
+        """Whether a request was answered; it is answered now if its program was killed."""
+        if self._running.thread_of(unique) != thread:
+            return True
+        if _is_killed(thread):
             self._reply(unique, b"", errno.EINTR)
+            return True
+        return False
+
+    def _recheck(self) -> None:
+        """Look at programs that got a signal until all have their answers."""
+        while self._signalled and self._rechecking.acquire(blocking=False):
+            while self._signalled:
+                time.sleep(RECHECK_S)
+                for unique, thread in list(self._signalled.items()):
+                    if self._is_over(unique, thread):
+                        self._signalled.pop(unique, None)
+            self._rechecking.release()
 
     # ---- one function for each operation ---------------------------------------------------
 

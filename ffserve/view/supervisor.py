@@ -36,7 +36,7 @@ from ffserve.reader import ShardInfo
 from ffserve.server.users.access import everybody_may_read
 from ffserve.store.urls import is_url
 from ffserve.view import kernel, mounting
-from ffserve.view.serving import THREADS, Running, ViewFile, ViewServer
+from ffserve.view.serving import MOST_THREADS, Running, ViewFile, ViewServer
 from ffserve.view.tree import ROOT, Shown, Tree, names_of, unusable
 
 log = logging.getLogger("ffserve")
@@ -227,13 +227,13 @@ class View:
         self, part: _MountedPart, root: int, count: int, forked: Callable[[], object]
     ) -> None:
         """Start processes that answer for a part."""
-        running = Running(count * THREADS)
+        running = Running(count * MOST_THREADS)
         for k in range(count):
             server = ViewServer(
                 part.device, self.tree, self._reader, self.files,
                 root=root, opens=root != ROOT, running=running,
             )  # fmt: skip
-            part.processes.append(_forked(partial(_run, server, k * THREADS, forked)))
+            part.processes.append(_forked(partial(_run, server, k * MOST_THREADS, forked)))
 
 
 class _MountedPart:

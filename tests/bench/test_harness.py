@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import ffserve
-from benchmarks import engine, picture, readme
+from benchmarks import picture, readme
 from benchmarks import rows as all_rows
 from benchmarks.harness import cgroup, kinds, measuring, peers, report
 from benchmarks.harness.installation import THIS
@@ -36,6 +36,7 @@ from benchmarks.harness.measuring import (
     measure,
     ratio,
 )
+from benchmarks.subjects import engine
 from ffserve.bench import ceilings, samples
 from ffserve.bench.child_processes import running
 from ffserve.bench.samples import MIB, BenchmarkData

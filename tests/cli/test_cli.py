@@ -26,7 +26,10 @@ import ffserve
 from ffserve.cli import COMMANDS, report
 from ffserve.cli.files.record_files import BATCH_COUNT, BATCH_SIZE, batches_of
 from ffserve.cli.terminal import histogram
+from ffserve.compat.ffrecord import FileNameError
+from ffserve.compat.packed_folder import pack_folder
 from ffserve.engine.codec import crc32c
+from ffserve.folders import folder_packing
 
 ENVIRONMENT.pop("FFSERVE_SOCKET", None)
 
@@ -350,6 +353,15 @@ def test_pack_into_shards_reports_in_json(folder: Path, tmp_path: Path) -> None:
     assert facts["size_bytes"] == 5 + 256 * 300
     assert [Path(path).name for path in facts["paths"]] == ["PART_00000.ffr", "PART_00001.ffr"]
     assert run("cat", out, "noise.bin", "cats/tom.txt").stdout.endswith(b"meow\n")
+
+
+def test_pack_and_the_drop_in_refuse_a_name_by_one_error(folder: Path, tmp_path: Path) -> None:
+    name = tmp_path / "x.rio"
+    assert "does not end in .ffr" in error_of("pack", folder, "-o", name, code=2)
+    with pytest.raises(FileNameError, match=r"does not end in \.ffr"):
+        folder_packing.pack([folder], name)
+    with pytest.raises(FileNameError, match=r"does not end in \.ffr"):
+        pack_folder(folder, name)
 
 
 def test_pack_that_fails_leaves_nothing(folder: Path, tmp_path: Path) -> None:

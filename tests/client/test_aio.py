@@ -378,7 +378,7 @@ async def test_cancelled_local_reads_leave_nothing(path: str) -> None:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         engine = loops.loop_state().engine()
-        while engine.engine._in_flight:
+        while any(one.in_flight for one in engine.engines.all):
             await asyncio.sleep(0.001)
         source: Any = reader._here().source
         while source._pending:

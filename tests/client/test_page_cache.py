@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 from daemon import damage, sample, write
+from engines import engine_reads, reads_of
 
 import ffserve
 from benchmarks.harness.measuring import held_in_memory
 from ffserve import aio
 from ffserve.client.local import local_files
 from ffserve.client.local.local_files import SampleTables, ShardFiles, fitting_share
-from ffserve.client.local.local_source import LocalSource, process_engine
+from ffserve.client.local.local_source import LocalSource
 from ffserve.client.loop import loop_state
 from ffserve.engine import arrays, io
 from ffserve.engine.cached import REGION_BITS, cached_pages
@@ -79,11 +80,6 @@ def evict(path: str) -> None:
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
-
-
-def engine_reads() -> int:
-    """Reads that the engine of this process carried out."""
-    return int(process_engine().counters()["reads"])
 
 
 def check(reader: ffserve.Reader, indices: list[int]) -> None:
@@ -211,7 +207,7 @@ def test_smaller_share_lies_in_a_larger_one(path: str) -> None:
     for step in range(local_files.SHARE_STEPS + 1):
         files = ShardFiles()
         fd = os.open(path, os.O_RDONLY)
-        files.add(path, fd, 12345)
+        files.add(path, fd, os.fstat(fd).st_dev, 12345)
         files.choose_share(step / local_files.SHARE_STEPS)
         size = np.array([os.fstat(fd).st_size])
         parsed = read_all([fd], [path], size, How(None, True, False, 1 << 30))
@@ -268,7 +264,7 @@ def test_files_in_memory_need_no_engine(memory_path: str) -> None:
 OVERLAY = """
 import os, subprocess, sys
 import ffserve
-from ffserve.client.local.local_source import process_engine
+from ffserve.client.local.local_engines import process_engines
 below, name = os.path.split(sys.argv[1])
 made = [os.path.join(sys.argv[2], part) for part in ("upper", "work", "merged")]
 for part in made:
@@ -279,11 +275,12 @@ if subprocess.run(mount).returncode:
     sys.exit(77)
 with ffserve.open(sys.argv[1], server="off") as plain:
     wanted = [bytes(one) for one in plain.read(list(range(500)))]
-before = process_engine().counters()["reads"]
+reads = lambda: sum(engine.counters()["reads"] for engine in process_engines().all)
+before = reads()
 with ffserve.open(os.path.join(made[2], name), server="off") as reader:
     for _ in range(2):
         assert [bytes(one) for one in reader.read(list(range(500)))] == wanted
-assert process_engine().counters()["reads"] > before
+assert reads() > before
 """
 
 
@@ -328,14 +325,14 @@ async def test_event_loop_copies_no_large_batch(large: str) -> None:
 async def _check_batches(large: str) -> None:
     async with await aio.open(large, server="off") as reader:
         small = await reader.read([0])
-        engine = loop_state().engine().engine
-        before = engine.counters()["reads"]
+        engines = loop_state().engine().engines
+        before = reads_of(engines)
         batch = await reader.read_batch(list(range(200)))
         assert bytes(batch[0]) == bytes(small[0])
-        assert engine.counters()["reads"] > before
-        before = engine.counters()["reads"]
+        assert reads_of(engines) > before
+        before = reads_of(engines)
         await reader.read([1, 2, 3])
-        assert engine.counters()["reads"] == before
+        assert reads_of(engines) == before
 
 
 def calls_of(action: Callable[[], object]) -> int:

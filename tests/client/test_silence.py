@@ -115,7 +115,9 @@ def test_where_the_daemon_is_required_the_error_says_that_it_is_stopped(
     own: Daemon, path: str
 ) -> None:
     with own.open(path) as reader, stopped(own.pid):
-        with pytest.raises(SilentError, match=r"sent nothing for 1 s.*is its process stopped"):
+        with pytest.raises(
+            SilentError, match=r"sent nothing for 1 s.*whether its process is stopped"
+        ):
             reader.read([7])
         with pytest.raises(ServerUnavailable):
             ffserve.open(path, server=own.socket)

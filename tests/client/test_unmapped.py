@@ -121,7 +121,7 @@ def test_a_proxy_that_passes_no_descriptors(
 async def test_a_reader_of_an_event_loop_does_the_same(
     behind_proxy: str, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(UnmappedError, match="is there a proxy"):
+    with pytest.raises(UnmappedError, match="without a proxy"):
         await ffserve.aio.open(path, server="require")
     async with ffserve.aio.open(path) as reader:
         assert [bytes(each) async for each in reader] == TRUTH

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from daemon import damage, until
+from engines import engine_reads
 from numpy.typing import NDArray
 
 import ffserve
 from ffserve.client.local import windows as ahead
-from ffserve.client.local.local_source import process_engine
 from ffserve.errors import ChecksumError, UsageError
 from ffserve.order import epoch_order
 
@@ -70,12 +70,12 @@ def reads_of(path: str, order: Order, *, announce: bool) -> int:
     """Read an order one batch at a time; return the engine's reads of files."""
     evict(path)
     with ffserve.open(path, server="off") as reader:
-        before = process_engine().counters()["reads"]
+        before = engine_reads()
         if announce:
             reader.announce(order)
         for indices in batches_of(order):
             check(indices, list(reader.read_batch(indices)))
-        return int(process_engine().counters()["reads"]) - before
+        return engine_reads() - before
 
 
 def test_small_records_of_a_windowed_order_were_read_one_by_one(

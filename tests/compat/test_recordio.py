@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from daemon import Daemon, run_python, sample, serving, until, write
+from engines import engine_reads
 from recordio_files import (
     COUNT,
     FILES,
@@ -31,7 +32,6 @@ from recordio_files import (
 )
 
 import ffserve
-from ffserve.client.local.local_source import process_engine
 from ffserve.errors import ChecksumError, FormatError, ReadError, TruncatedError, UsageError
 
 
@@ -249,20 +249,20 @@ def test_a_scan_in_order_decodes_each_chunk_once(tmp_path: Path) -> None:
     with serving(arena="64MiB") as daemon, daemon.open(path) as reader:
         assert as_bytes(reader) == samples
         assert daemon.cache()["blocks_read"] == chunks
-    before = process_engine().counters()["reads"]
+    before = engine_reads()
     with ffserve.open(path, server="off") as reader:
         assert as_bytes(reader) == samples
-    assert process_engine().counters()["reads"] - before == chunks
+    assert engine_reads() - before == chunks
 
 
 def test_neighbours_are_not_decoded_again(tmp_path: Path) -> None:
     path = create(tmp_path / "x.recordio", max_chunk_size=1 << 20)
     with ffserve.open(path, server="off") as reader:
         assert reader[0].tobytes() == SAMPLES[0]
-        before = process_engine().counters()["reads"]
+        before = engine_reads()
         for k in range(1, 40):
             assert reader[k].tobytes() == SAMPLES[k]
-        assert process_engine().counters()["reads"] == before
+        assert engine_reads() == before
 
 
 def test_small_chunks_share_a_block(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -133,6 +135,33 @@ class TestPastThePageCache(Blocking):
         monkeypatch.setattr(local, "fitting_share", lambda size: 0.0)
 
 
+class OnTwoDevices(ReadConformance):
+    """Every other sample comes from a copy of its file on another device."""
+
+    @pytest.fixture(autouse=True)
+    def _elsewhere(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        monkeypatch.setattr(local, "fitting_share", lambda size: 0.0)
+        with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="ffs-") as place:
+            self.place = Path(place)
+            yield
+
+    def read(self, paths: Sequence[str], indices: list[int], **options: Any) -> list[Outcome]:
+        copies = [str(self.place / Path(path).name) for path in paths]
+        for path, copied in zip(paths, copies, strict=True):
+            shutil.copy2(path, copied)
+        half = COUNT * len(paths)
+        other = [index + half * (k % 2) for k, index in enumerate(indices)]
+        found = super().read([*paths, *copies], other, **options)  # type: ignore[safe-super]
+        return [
+            each if isinstance(each, bytes) or each[2] is None else (*each[:2], each[2] % half)
+            for each in found
+        ]
+
+
+class TestTwoDevices(OnTwoDevices, Blocking):
+    """Engines of this process."""
+
+
 class TestWindows(Blocking):
     """Out of windows of an order."""
 
@@ -180,6 +209,10 @@ class Awaiting(ReadConformance):
 
 class TestAwaitingInThisProcess(Awaiting):
     """An engine of an event loop."""
+
+
+class TestAwaitingTwoDevices(OnTwoDevices, Awaiting):
+    """Engines of an event loop."""
 
 
 class TestAwaitingTheDaemon(Awaiting):

@@ -54,25 +54,35 @@ while True:
     except OSError:
         break
     _, opcode, unique, node = struct.unpack_from("<IIQQ", request)
-    if opcode in (2, 36, 42) or opcode in silent and os.path.exists(begin):
+    if opcode in (2, 36, 42):
+        continue
+    if opcode in silent and os.path.exists(begin):
+        if os.path.isfile(begin):
+            with open(begin, "a") as file:
+                file.write(f"{opcode}\\n")
         continue
     error, reply = answer(opcode, node, request[40:])
     os.write(device, struct.pack("<IiQ", 16 + len(reply), error, unique) + reply)
 """
 """A FUSE file system with one file, under any name; some kinds of requests get no answer as soon as
-a file exists."""
+a file exists, to which it writes what they are."""
 GETATTR, READ, STATFS, FLUSH = 3, 15, 17, 25
 
 
 @contextlib.contextmanager
 def fuse(
-    tmp_path: Path, *silent: int, begin: str | Path = "/", samples: Sequence[bytes] = TRUTH
+    tmp_path: Path,
+    *silent: int,
+    begin: str | Path = "/",
+    samples: Sequence[bytes] = TRUTH,
+    source: str | None = None,
 ) -> Iterator[str]:
     """The path of a file on FUSE; the file system ends in any case.
 
-    Args: silent: kinds of requests without an answer. begin: from when this file exists.
+    Args: silent: kinds of requests without an answer. begin: from when this file exists. samples:
+        of its file. source: a file with the content of its file, instead of the samples.
     """
-    source = write(tmp_path / "source.ffr", samples)
+    source = source or write(tmp_path / "source.ffr", samples)
     place = tmp_path / "fuse"
     place.mkdir()
     if not os.path.exists("/dev/fuse"):

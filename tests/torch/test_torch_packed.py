@@ -123,7 +123,7 @@ def test_a_daemon_follows_packed_sequences(file: str, daemon: Daemon, monkeypatc
 
 def test_records_that_are_no_tokens_are_refused(file: str, tmp_path: Path) -> None:
     odd = write(tmp_path / "odd.ffr", [b"1234", b"12345"])
-    with pytest.raises(UsageError, match=r"sample 1 has 5 bytes.*tokens of 2 bytes"):
+    with pytest.raises(UsageError, match=r"sample 1 has 5 bytes.* the 2 bytes of a token"):
         packed(odd)
     with pytest.raises(UsageError, match="tokens are integers"):
         packed(file, dtype=np.float32)

@@ -3,6 +3,7 @@ who mount by fusermount3."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -17,11 +18,13 @@ from pathlib import Path
 
 import pytest
 from command import ENVIRONMENT
-from daemon import DEADLINE_S, Daemon, sample, until, write
+from daemon import DEADLINE_S, Daemon, client, sample, until, write
 from fuse import READ, fuse
 from view import Mounted, mounted
 
 import ffserve
+from ffserve.view.serving import THREADS
+from ffserve.view.supervisor import PROCESSES
 
 pytestmark = pytest.mark.view
 
@@ -100,6 +103,41 @@ def test_a_killed_program_does_not_wait_for_a_hanging_disk(tmp_path: Path) -> No
             waiting.send_signal(signal.SIGKILL)
             assert waiting.wait(DEADLINE_S) == -signal.SIGKILL
             assert view.end(signal.SIGTERM) == 0, "its processes still wait for the disk"
+
+
+WAITING = """
+import signal, sys
+signal.signal(signal.SIGUSR1, lambda *_: None)
+print("ready", flush=True)
+open(sys.argv[1], "rb").read()
+"""
+"""A program that goes on waiting after a signal."""
+
+
+def test_programs_that_wait_for_a_hanging_disk_took_all_threads(tmp_path: Path) -> None:
+    """Those that read another disk were not answered; and one that had got a signal before it was
+    killed waited on."""
+    begin = tmp_path / "begin"
+    count = PROCESSES * THREADS + 1
+    large = [sample(k, sizes=(100_000,)) for k in range(count)]
+    with fuse(tmp_path, READ, begin=begin, samples=large) as path:
+        good = write(tmp_path / "good.ffr", [sample(k) for k in range(100)])
+        with mounted(path, good) as view:
+            begin.touch()
+            with contextlib.ExitStack() as stack:
+                waiting = [
+                    stack.enter_context(client(WAITING, view.samples / "a.ffr" / "0" / f"{k:02}"))
+                    for k in range(count)
+                ]
+                for k in range(100):
+                    assert (view.samples / "good.ffr" / "0" / f"{k:02}").read_bytes() == sample(k)
+                for number in (signal.SIGUSR1, signal.SIGKILL):
+                    for program in waiting:
+                        program.send_signal(number)
+                    time.sleep(0.5)
+                for program in waiting:
+                    assert program.wait(DEADLINE_S) == -signal.SIGKILL
+            assert view.end(signal.SIGTERM) == 0
 
 
 def test_killed_programs_disturb_nobody(tmp_path: Path) -> None:

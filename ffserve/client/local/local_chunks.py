@@ -22,6 +22,7 @@ from ffserve.dtypes import Bytes, Int64s
 from ffserve.engine.codec import scatter
 from ffserve.errors import FFServeError, status_error
 from ffserve.formats.base import ChunkedShard
+from ffserve.reads.by_device import engine_of
 from ffserve.reads.chunks import (
     ChunkBatch,
     ChunkRun,
@@ -41,22 +42,25 @@ REUSED_SIZE = 8 << 20
 """A source keeps this many bytes of memory for encoded chunks, to use it again."""
 
 _lock = threading.Lock()
-_pool: ThreadPoolExecutor | None = None
-"""The threads that decode chunks for all sources of this process."""
+_pools: dict[BatchEngine, ThreadPoolExecutor] = {}
+"""The threads that decode chunks for all sources of this process, by the engine that reads them:
+they wait for it, so those of a device that hangs are not to hold up others."""
 
 
-def in_decoding_thread(call: Callable[[], None]) -> None:
-    """Have a function called by one of the threads that decode chunks of all sources."""
-    global _pool
+def in_decoding_thread(engine: BatchEngine, call: Callable[[], None]) -> None:
+    """Have a function called by one of the threads that decode what this engine of the process
+    reads."""
     with _lock:
-        if _pool is None:
-            _pool = thread_pool()
-    _pool.submit(call)
+        pool = _pools.get(engine)
+        if pool is None:
+            pool = _pools[engine] = thread_pool()
+    pool.submit(call)
 
 
 def _drop_threads() -> None:
-    global _lock, _pool
-    _lock, _pool = threading.Lock(), None
+    global _lock
+    _lock = threading.Lock()
+    _pools.clear()
 
 
 os.register_at_fork(after_in_child=_drop_threads)
@@ -91,7 +95,7 @@ class ChunkCache:
     Args: shards: those with chunks, by their number in the data set. learned: gets the lengths of a
         chunk's records (shard, chunk, lengths), in any thread. warn: called with a shard of which a
         chunk was right at the second read only, in any thread. in_thread: has a function called
-        that waits for a batch and decodes it.
+        that waits for a batch of an engine and decodes it.
     """
 
     def __init__(
@@ -99,7 +103,7 @@ class ChunkCache:
         shards: dict[int, ChunkedShard],
         learned: Callable[[int, int, Int64s], None],
         warn: Callable[[int], None],
-        in_thread: Callable[[Callable[[], None]], object],
+        in_thread: Callable[[BatchEngine, Callable[[], None]], object],
     ) -> None:
         self._shards = shards
         self._learned = learned
@@ -134,8 +138,9 @@ class ChunkCache:
     ) -> list[Future[DecodedChunk | FFServeError]]:
         """Start to read and decode chunks that are not kept; return at once."""
         with self._lock:
-            for _, runs in batches((engine, run) for run in self._missing(file_of, keys)):
-                self._read(engine, file_of, runs)
+            missing = self._missing(file_of, keys)
+            for reads, runs in batches((engine_of(engine, run.file), run) for run in missing):
+                self._read(engine, reads, file_of, runs)
             found = [self._kept[key] for key in keys]
             while self._kept_size > KEPT_SIZE and len(self._kept) > 1:
                 self._drop(next(iter(self._kept)))
@@ -155,7 +160,9 @@ class ChunkCache:
             file = file_of(key[0], begin)
             yield Chunk(shard, k, k + 1, begin, end, *file, key=key, decoded=Future())
 
-    def _read(self, engine: BatchEngine, file_of: FileOf, chunks: list[Chunk]) -> None:
+    def _read(
+        self, engine: BatchEngine, reads: BatchEngine, file_of: FileOf, chunks: list[Chunk]
+    ) -> None:
         reading = ChunkBatch(chunks, self._buffers)
         reading.batch.keep = reading.batch.keep, file_of
         engine.submit(reading.batch)
@@ -173,7 +180,7 @@ class ChunkCache:
                     if not chunk.decoded.done():
                         chunk.decoded.set_exception(error)
 
-        self._in_thread(decode)
+        self._in_thread(reads, decode)
 
     def _outcome(self, chunk: Chunk, outcome: Outcome, again: bool) -> DecodedChunk | FFServeError:
         if isinstance(outcome, DecodedChunk):

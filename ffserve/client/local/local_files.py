@@ -149,6 +149,7 @@ class _File:
     path: str
     fd: int
     """Through the page cache."""
+    device: int
     seed: int
     in_memory: bool
     direct: int = -1
@@ -175,9 +176,9 @@ class ShardFiles:
         self.share = 1.0
         """Of the data that is read through the page cache."""
 
-    def add(self, path: str, fd: int, fingerprint: int) -> None:
-        """Take an open file; it is closed by `close`."""
-        self._files.append(_File(path, fd, fingerprint, in_memory(fd)))
+    def add(self, path: str, fd: int, device: int, fingerprint: int) -> None:
+        """Take an open file, which is on this device; it is closed by `close`."""
+        self._files.append(_File(path, fd, device, fingerprint, in_memory(fd)))
         # With O_NONBLOCK io_uring fails a read where it would wait.
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
@@ -209,6 +210,10 @@ class ShardFiles:
     def fd(self, shard: int) -> int:
         """Return the descriptor of a file, without O_DIRECT."""
         return self._files[shard].fd
+
+    def devices(self) -> dict[int, int | None]:
+        """Return which device each descriptor's file is on."""
+        return {fd: file.device for file in self._files for fd in {file.fd, file.direct} - {-1}}
 
     def will_need(
         self, shards: Int64s, through: NDArray[np.bool_], starts: Int64s, sizes: Int64s

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.client.local.local_chunks import ChunkCache, ChunkReads, in_decoding_thread
+from ffserve.client.local.local_engines import LocalEngines, process_engines
 from ffserve.client.local.local_files import SampleTables, ShardFiles, fitting_share
 from ffserve.client.local.windows import Part, Windows
 from ffserve.client.source import Batch, Indices, Leased, Target, places
@@ -26,7 +27,7 @@ from ffserve.dataset.layout import as_int64
 from ffserve.disk import shardfile
 from ffserve.disk.files import open_regular, raise_file_limit
 from ffserve.dtypes import Bytes, Int32s, Int64s
-from ffserve.engine.io import Engine, EngineBatch, local_engine
+from ffserve.engine.io import EngineBatch
 from ffserve.errors import (
     STATUS_TRUNCATED,
     Failure,
@@ -44,29 +45,6 @@ SIZES_AT_ONCE = 65_536
 """One request reads at most this many samples of unknown length."""
 MAX_CHUNK_SIZE = 1 << 30
 """Limit of a chunk's size, encoded or decoded; the daemon's limit is in its configuration."""
-
-_lock = threading.Lock()
-_engine: Engine | None = None
-
-
-def process_engine() -> Engine:
-    """Return the engine that all readers of this process share."""
-    global _engine
-    with _lock:
-        if _engine is None:
-            _engine = local_engine()
-        return _engine
-
-
-def _drop_engine() -> None:
-    global _engine, _lock
-    _lock = threading.Lock()
-    if _engine is not None:
-        _engine.forget()
-        _engine = None
-
-
-os.register_at_fork(after_in_child=_drop_engine)
 
 
 @dataclass(slots=True)
@@ -112,7 +90,7 @@ class LocalSource:
     """Shards opened by this process.
 
     Args:
-        paths: absolute, of the shards. engine: returns the engine to read with.
+        paths: absolute, of the shards. engines: returns the engines to read with.
         share: of the data that is read through the page cache; None: as much as fits into memory.
         most_at_once: bytes of samples that `start` may copy out of the page cache.
 
@@ -126,13 +104,13 @@ class LocalSource:
         format: str | None,
         verify: bool,
         tolerant: bool = False,
-        engine: Callable[[], BatchEngine] = process_engine,
+        engines: Callable[[], LocalEngines] = process_engines,
         seen: Callable[[int], object] | None = None,
         *,
         share: float | None = None,
         most_at_once: int = 1 << 62,
     ) -> None:
-        self._choose_engine = engine
+        self._engines = engines
         self._files = ShardFiles()
         self._engine: BatchEngine | None = None
         self._attaching = threading.Lock()
@@ -152,7 +130,7 @@ class LocalSource:
         except BaseException:
             self._files.close()
             raise
-        self.description = f"engine {engine().kind}"
+        self.description = f"engine {engines().kind}"
 
     def _open(self, paths: tuple[str, ...], how: How) -> None:
         if len(paths) > 256:
@@ -160,7 +138,8 @@ class LocalSource:
         fds: list[int] = []
         try:
             fds.extend(map(self._open_file, paths))
-            states = [shardfile.FileState.of(fd) for fd in fds]
+            statuses = [os.fstat(fd) for fd in fds]
+            states = list(map(shardfile.FileState.of_status, statuses))
             sizes = np.array([state.size for state in states], np.int64)
             parsed = self._read_tables(fds, list(paths), sizes, how)
             self._samples = SampleTables(parsed, list(paths), verify=how.verify)
@@ -169,8 +148,8 @@ class LocalSource:
                 os.close(fd)
             raise
         self._states = [(state, t.scanned) for state, t in zip(states, parsed, strict=True)]
-        for path, fd, tables in zip(paths, fds, parsed, strict=True):
-            self._files.add(path, fd, tables.fingerprint)
+        for path, fd, status, tables in zip(paths, fds, statuses, parsed, strict=True):
+            self._files.add(path, fd, status.st_dev, tables.fingerprint)
         self.layout, self.count = self._samples.layout, self._samples.layout.count
         self.shards, self.fingerprint = self._samples.shards, self._samples.fingerprint
         self._plain = not self._samples.chunked and not self._samples.truncated
@@ -202,18 +181,21 @@ class LocalSource:
                     "cannot read the files: the reader was closed, or now reads from another source"
                 )
             if self._engine is None:
-                engine = self._choose_engine()
+                engine = self._new_engine()
                 self._numbers = self._files.attach(engine)
                 self._engine = engine
                 self._attach_decoding(engine)
             self._pending += 1
             return self._engine
 
+    def _new_engine(self) -> BatchEngine:
+        return self._engines().over(self._files.devices())
+
     def _attach_decoding(self, engine: BatchEngine) -> None:
         """Chunks are waited for by threads, which an engine in an event loop does not allow."""
         self._decoding, self._decoding_numbers = engine, self._numbers
-        if self._samples.chunked and engine is not process_engine():
-            self._decoding = process_engine()
+        if self._samples.chunked and self._engines is not process_engines:
+            self._decoding = process_engines().over(self._files.devices())
             self._decoding_numbers = self._files.attach(self._decoding)
 
     def _detach(self) -> None:
@@ -538,7 +520,7 @@ class LocalSource:
 
     def follow(self, order: Int64s) -> None:
         """Read windows of this order, when its first sample is asked for."""
-        if self._samples.chunked or self._choose_engine is not process_engine:
+        if self._samples.chunked or self._engines is not process_engines:
             return  # chunks are kept when they were decoded; an event loop must not wait
         if self._windows is not None:
             self._windows.close()

@@ -17,11 +17,11 @@ import numpy as np
 
 from ffserve import formats
 from ffserve.client.local.local_chunks import ChunkCache
+from ffserve.client.local.local_engines import process_engines
 from ffserve.client.local.local_source import (
     MAX_CHUNK_SIZE,
     LocalSource,
     PartlyRead,
-    process_engine,
 )
 from ffserve.client.source import Target
 from ffserve.dtypes import Bytes, Int64s
@@ -73,8 +73,7 @@ class RangedSource(LocalSource):
         )
         by_url = dict(zip(urls, objects, strict=True))
         self._objects = [by_url.get(path) for path in paths]
-        engine = self._new_engine
-        super().__init__(paths, format, verify, tolerant, engine, seen, share=share)
+        super().__init__(paths, format, verify, tolerant, seen=seen, share=share)
         self._parsed.clear()
         self._plain = False  # nothing is known of what is in memory
         self.description = "ranged reads"
@@ -101,7 +100,11 @@ class RangedSource(LocalSource):
             for shard, opened in enumerate(self._objects)
             if opened is not None
         }
-        return FetchingEngine(process_engine(), fetches)
+        never_read = dict.fromkeys(fetches)
+        return FetchingEngine(process_engines().over(self._files.devices() | never_read), fetches)
+
+    def follow(self, order: Int64s) -> None:
+        """Do nothing: a window would be fetched for one read, and not kept."""
 
     def _attach_decoding(self, engine: BatchEngine) -> None:
         self._decoding, self._decoding_numbers = engine, self._numbers
@@ -111,7 +114,7 @@ class RangedSource(LocalSource):
         # end of the process.
         threads = Threads("ffserve-decode", chunks.THREADS)
 
-        def in_thread(call: Callable[[], None]) -> None:
+        def in_thread(_: BatchEngine, call: Callable[[], None]) -> None:
             threads.put(NOW, call, Future())
 
         return ChunkCache(self._samples.chunked, self._samples.learned, self._warn, in_thread)

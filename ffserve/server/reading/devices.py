@@ -11,6 +11,7 @@ import numpy as np
 from ffserve.dtypes import Int32s, Int64s
 from ffserve.engine.io import Engine, EngineBatch
 from ffserve.limits import MOST_ENGINES
+from ffserve.reads.by_device import ByDevice
 from ffserve.reads.page_cache import CachedFiles
 from ffserve.server.files.remote import RemoteShard
 
@@ -80,41 +81,23 @@ class Devices:
     """
 
     def __init__(self, start: Callable[[], Engine], watch: Callable[[Device], object]) -> None:
-        self._start = start
-        self._watch = watch
-        self.all: list[Device] = []
-        self._by_device: dict[int, Device] = {}
-        self._diskless: list[Device] = []
-        """Devices without a disk."""
-        self._open()
+        self._start, self._watch = start, watch
+        self._by_device = ByDevice(self._open, MOST_ENGINES)
+        self._by_device.first()
+        self.all = self._by_device.all
 
-    def _open(self) -> Device:
-        device = Device(len(self.all), self._start())
-        self.all.append(device)
+    def _open(self, number: int) -> Device:
+        device = Device(number, self._start())
         self._watch(device)
         return device
 
     def of(self, number: int) -> Device:
         """Return the device with this number of the kernel."""
-        found = self._by_device.get(number)
-        if found is None:
-            found = self._by_device[number] = self._choose(number)
-        return found
-
-    def _choose(self, number: int) -> Device:
-        """Return the device to read from for a device number that is new."""
-        if not self._by_device:
-            return self.all[0]
-        if os.major(number):
-            return self._open()
-        if len(self.all) < MOST_ENGINES or not self._diskless:
-            self._diskless.append(self._open())
-            return self._diskless[-1]
-        return self._diskless[number % len(self._diskless)]
+        return self._by_device.of(number)
 
     def name_of(self, device: Device) -> str:
         """Return where a device is mounted, and its number."""
-        numbers = [number for number, one in self._by_device.items() if one is device]
+        numbers = self._by_device.numbers_of(device)
         names = [f"{os.major(number)}:{os.minor(number)}" for number in numbers]
         name = f"device {', '.join(names)}"
         with contextlib.suppress(OSError), open("/proc/self/mountinfo", "rb") as mounts:

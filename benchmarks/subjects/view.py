@@ -28,7 +28,7 @@ from ffserve.bench.ceilings import Case, Delivered, delivering
 from ffserve.bench.samples import MIB, BenchmarkData
 from ffserve.errors import FFServeError
 
-HERE = "benchmarks.view"
+HERE = "benchmarks.subjects.view"
 READERS = 4
 LISTED_COUNT = 100_000
 FOLDER_COUNT = 10_000

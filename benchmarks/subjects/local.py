@@ -25,7 +25,7 @@ from ffserve.bench import samples
 from ffserve.bench.ceilings import Case, Delivered, delivering
 
 KIB = 1024
-HERE = "benchmarks.local"
+HERE = "benchmarks.subjects.local"
 FORKED = 4
 WORKERS = 2
 HALF_BESIDE = 80 * samples.MIB

@@ -39,7 +39,11 @@ def group(bench: Bench, data: BenchmarkData) -> Group:
         return Contestant(
             f"ffserve {kind} {way}",
             lambda: bench.run(
-                "benchmarks.engine:reads", data, kind=kind, in_flight=in_flight, verify=verify
+                "benchmarks.subjects.engine:reads",
+                data,
+                kind=kind,
+                in_flight=in_flight,
+                verify=verify,
             ),
             (row,),
         )

@@ -38,7 +38,7 @@ from ffserve.bench.samples import MIB, BenchmarkData, size_label
 from ffserve.config import MIN_STORE_SIZE
 from ffserve.errors import FFServeError, UsageError
 
-HERE = "benchmarks.store"
+HERE = "benchmarks.subjects.store"
 RATE = 50_000_000
 """Bytes a second of the link."""
 WHOLE_SIZE, LIMITED_SIZE, MIN_SIZE = 512 * MIB, 1024 * MIB, 128 * MIB
