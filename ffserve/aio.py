@@ -30,7 +30,7 @@ from typing import Any, Literal, TypeVar, overload
 from ffserve.client.announced import check_count
 from ffserve.client.failover import LoopSelector, OpenRequest, announce
 from ffserve.client.loop import Failed, LoopState, in_thread, loop_state
-from ffserve.client.source import Batch, Source, Target, cut
+from ffserve.client.source import Batch, SampleSource, Target, cut
 from ffserve.dataset.layout import ShardInfo
 from ffserve.dataset.paths import PathLike, expand_paths
 from ffserve.dtypes import Bytes, Int64s
@@ -124,7 +124,9 @@ class Reader(BaseReader):
             self._selectors[state.loop] = selector
         return selector
 
-    async def _retrying(self, attempt: Callable[[LoopState, Source], Coroutine[Any, Any, T]]) -> T:
+    async def _retrying(
+        self, attempt: Callable[[LoopState, SampleSource], Coroutine[Any, Any, T]]
+    ) -> T:
         """Make a request; if the daemon goes away meanwhile, or its arena has no memory for a
         sample, make it again as a whole."""
         selector = self._here()

@@ -32,7 +32,7 @@ from ffserve.client.daemon.shared_memory import DaemonSource
 from ffserve.client.local.local_source import LocalSource
 from ffserve.client.local.ranged_source import RangedSource, identified
 from ffserve.client.loop import LARGE_COPY_SIZE, LoopConnection, LoopState, in_thread
-from ffserve.client.source import Source
+from ffserve.client.source import SampleSource
 from ffserve.engine.io import probe
 from ffserve.errors import (
     AccessDenied,
@@ -141,7 +141,7 @@ class OpenRequest:
             self.own = user_socket() != self.socket
         return self.own
 
-    def check(self, source: Source) -> None:
+    def check(self, source: SampleSource) -> None:
         """Note what a new source opened. Raises when it is not what the last one had."""
         if self.closed:
             raise closed_error()
@@ -169,7 +169,7 @@ class OpenRequest:
         self.share = source.share
         return source
 
-    def add_totals(self, source: Source) -> None:
+    def add_totals(self, source: SampleSource) -> None:
         """A source will read no more for this reader."""
         for name in ("hits", "misses", "bytes"):
             self.totals[name] = self.totals.get(name, 0) + int(source.stats()[name])
@@ -183,7 +183,7 @@ class SourceSelection:
 
     def __init__(self, request: OpenRequest, announced: AnnouncedOrders) -> None:
         self.request = request
-        self.source: Source | None = None
+        self.source: SampleSource | None = None
         self.spare: LocalSource | None = None
         """Reads what the daemon's arena cannot hold; opened when that happens."""
         self.away_since: float | None = None
@@ -191,7 +191,7 @@ class SourceSelection:
         self._announced = announced
         self._swapping = threading.Lock()
         """Held while `source` and `request.closed` change together."""
-        self._former: Source | None = None
+        self._former: SampleSource | None = None
         """A source in the job that this process inherited: what was begun there may end there."""
         self._searches = 0
         """Searches for a source that have ended."""
@@ -204,7 +204,7 @@ class SourceSelection:
         """Have a first source. Raises: what opening the files does."""
         return self._for_all(self._open(0.0))
 
-    def finding(self, source: Source | None) -> SelectionSteps[Source]:
+    def finding(self, source: SampleSource | None) -> SelectionSteps[SampleSource]:
         """Return the source, opening one in a process or a loop that has none yet.
 
         Args: source: the present one, if a look for the daemon is `due`.
@@ -219,7 +219,9 @@ class SourceSelection:
             raise closed_error()
         return source
 
-    def after(self, source: Source, error: FFServeError) -> SelectionSteps[LocalSource | None]:
+    def after(
+        self, source: SampleSource, error: FFServeError
+    ) -> SelectionSteps[LocalSource | None]:
         """Go on after a request has failed: the daemon is gone, or its arena has no memory for a
         sample. Returns the source for this request alone; None: the present one.
 
@@ -241,17 +243,19 @@ class SourceSelection:
         finally:
             del error  # with its traceback it would keep the request's buffers
 
-    def returning(self, instead_of: Source | None) -> SelectionSteps[None]:
+    def returning(self, instead_of: SampleSource | None) -> SelectionSteps[None]:
         """Look for the daemon that went away, and return to it if it is back."""
         with contextlib.suppress(FFServeError):
-            source: Source = yield methodcaller("open_daemon")
+            source: SampleSource = yield methodcaller("open_daemon")
             try:
                 yield methodcaller("alone", self._moving(source, instead_of))
             finally:
                 if self.source is not source:
                     source.close()
 
-    def _moving(self, source: Source, instead_of: Source | None) -> SelectionSteps[None]:
+    def _moving(
+        self, source: SampleSource, instead_of: SampleSource | None
+    ) -> SelectionSteps[None]:
         """Have a source of the daemon that went away, unless there is another one by now."""
         if self.source is instead_of:
             yield from self.taking(source)
@@ -275,7 +279,7 @@ class SourceSelection:
             else:
                 self.request.add_totals(source)
 
-    def has(self, source: Source) -> bool:
+    def has(self, source: SampleSource) -> bool:
         """Whether a request that was started at a source can be finished there."""
         return source in (self.source, self._former) or isinstance(source, LocalSource)
 
@@ -303,7 +307,7 @@ class SourceSelection:
         if self.source is None:
             yield from self.taking((yield from self._first(patience_s)))
 
-    def replacing(self, lost: Source, error: FFServeError) -> SelectionSteps[None]:
+    def replacing(self, lost: SampleSource, error: FFServeError) -> SelectionSteps[None]:
         """The daemon is gone: wait for the next one, or read without it.
 
         Raises: the error itself if the daemon is required and stopped.
@@ -316,7 +320,7 @@ class SourceSelection:
             else:
                 yield from self.taking((yield from self._after_loss()))
 
-    def taking(self, source: Source) -> SelectionSteps[None]:
+    def taking(self, source: SampleSource) -> SelectionSteps[None]:
         """Have a source that was opened just now. Raises, and closes it, if its content is not
         that of the last one, or the reader was closed meanwhile."""
         try:
@@ -363,7 +367,7 @@ class SourceSelection:
             )
         return self.spare
 
-    def close(self) -> list[Source]:
+    def close(self) -> list[SampleSource]:
         """Refuse all use from now on; return the sources, which the caller closes."""
         with self._swapping:
             self.request.closed = True
@@ -395,11 +399,11 @@ class SourceSelection:
         source.look_at = now + LOOK_INTERVAL_S
         return True
 
-    def _retire(self, source: Source) -> None:
+    def _retire(self, source: SampleSource) -> None:
         self.request.add_totals(source)
         source.close()
 
-    def _first(self, patience_s: float) -> SelectionSteps[Source]:
+    def _first(self, patience_s: float) -> SelectionSteps[SampleSource]:
         request = self.request
         deadline = time.monotonic() + patience_s
         may_start, tried = request.starts, set[str]()
@@ -407,7 +411,7 @@ class SourceSelection:
         reason: FFServeError | None = None
         while request.server != "off":
             try:
-                source: Source = yield methodcaller("open_daemon")
+                source: SampleSource = yield methodcaller("open_daemon")
                 request.unserved = ""
                 return source
             except MissingFile:
@@ -430,10 +434,10 @@ class SourceSelection:
             yield methodcaller("pause", 0.05)
         return (yield from self._without_daemon(reason))
 
-    def _without_daemon(self, reason: FFServeError | None) -> SelectionSteps[Source]:
+    def _without_daemon(self, reason: FFServeError | None) -> SelectionSteps[SampleSource]:
         """Have an engine of this process; its description says why, if the daemon's memory cannot
         be mapped here."""
-        source: Source = yield methodcaller("open_local")
+        source: SampleSource = yield methodcaller("open_local")
         if isinstance(reason, UnmappedError):
             source.description += f" (daemon not used: {reason.message})"
         return source
@@ -461,13 +465,13 @@ class SourceSelection:
             return False
         return True
 
-    def _after_loss(self) -> SelectionSteps[Source]:
+    def _after_loss(self) -> SelectionSteps[SampleSource]:
         optional = self.request.optional
         deadline = time.monotonic() + RECONNECT_S["auto" if optional else "require"]
         pause = 0.01
         while True:
             try:
-                source: Source = yield methodcaller("open_daemon")
+                source: SampleSource = yield methodcaller("open_daemon")
                 self.request.unserved = ""
                 return source
             except NOT_SERVED as error:
@@ -488,7 +492,7 @@ class SourceSelection:
         self.away_since = time.monotonic()
         return source
 
-    def _instead_of_stopped(self, error: SilentError) -> SelectionSteps[Source]:
+    def _instead_of_stopped(self, error: SilentError) -> SelectionSteps[SampleSource]:
         # Another connection would wait for the same process.
         if not self.request.optional:
             raise error.located()
@@ -496,7 +500,7 @@ class SourceSelection:
             log.warning(
                 "the daemon does not respond, so this process reads the files without it: %s", error
             )
-        source: Source = yield methodcaller("open_local")
+        source: SampleSource = yield methodcaller("open_local")
         self.away_since = time.monotonic()
         return source
 
@@ -565,7 +569,7 @@ class SourceSelector:
         self._looked = 0.0
 
     @property
-    def source(self) -> Source | None:
+    def source(self) -> SampleSource | None:
         """The present source, if there is one."""
         return self.selection.source
 
@@ -602,7 +606,7 @@ class SourceSelector:
         """Have a daemon that listens on the socket."""
         start_daemon(self._request.socket)
 
-    def announce(self, source: Source, order: Order) -> None:
+    def announce(self, source: SampleSource, order: Order) -> None:
         """Announce an order to a source."""
         source.announce(*order)
 
@@ -610,7 +614,7 @@ class SourceSelector:
         """Wait, until the reader is closed."""
         self._closing.wait(seconds)
 
-    def open_daemon(self) -> Source:
+    def open_daemon(self) -> SampleSource:
         """Open the files by the daemon."""
         request = self._request
         connection = connections.connect(request.socket)
@@ -628,18 +632,18 @@ class SourceSelector:
             self._request.identify()
         self._run(self.selection.opening())
 
-    def current(self) -> Source:
+    def current(self) -> SampleSource:
         """Return the source, opening it in a process that has none yet."""
         source = self.selection.source
         if source is None or self.selection.due():
             source = self._run(self.selection.finding(source))
         return source
 
-    def after(self, source: Source, error: FFServeError) -> LocalSource | None:
+    def after(self, source: SampleSource, error: FFServeError) -> LocalSource | None:
         """Go on after a request has failed, as `SourceSelection.after`."""
         return self._run(self.selection.after(source, error))
 
-    def look_for_daemon(self, instead_of: Source | None) -> None:
+    def look_for_daemon(self, instead_of: SampleSource | None) -> None:
         """Look for the daemon in a thread, and announce to it what was announced: a training loop
         does not wait. One search at a time, and not again at once."""
         now = time.monotonic()
@@ -689,7 +693,7 @@ class LoopSelector:
         self._alone = asyncio.Lock()
 
     @property
-    def source(self) -> Source | None:
+    def source(self) -> SampleSource | None:
         """The present source, if there is one."""
         return self.selection.source
 
@@ -722,11 +726,11 @@ class LoopSelector:
         """Have a daemon that listens on the socket."""
         await in_thread(partial(start_daemon, self._request.socket))
 
-    async def announce(self, source: Source, order: Order) -> None:
+    async def announce(self, source: SampleSource, order: Order) -> None:
         """Announce an order to a source."""
         await announce(source, order)
 
-    async def look_for_daemon(self, instead_of: Source | None) -> None:
+    async def look_for_daemon(self, instead_of: SampleSource | None) -> None:
         """Look for the daemon, and return to it."""
         await self._run(self.selection.returning(instead_of))
 
@@ -734,7 +738,7 @@ class LoopSelector:
         """Wait."""
         await asyncio.sleep(seconds)
 
-    async def open_daemon(self) -> Source:
+    async def open_daemon(self) -> SampleSource:
         """Open the files by the daemon."""
         request = self._request
         connection = await self.state.connect(request.socket)
@@ -762,20 +766,20 @@ class LoopSelector:
             await in_thread(self._request.identify)
         await self._run(self.selection.opening())
 
-    async def current(self) -> Source:
+    async def current(self) -> SampleSource:
         """Return the source, opening it in a loop that has none yet."""
         source = self.selection.source
         if source is None or self.selection.due():
             source = await self._run(self.selection.finding(source))
         return source
 
-    async def after(self, source: Source, error: FFServeError) -> LocalSource | None:
+    async def after(self, source: SampleSource, error: FFServeError) -> LocalSource | None:
         """Go on after a request has failed, as `SourceSelection.after`."""
         return await self._run(self.selection.after(source, error))
 
     # ---- life -----------------------------------------------------------------------------
 
-    def close(self) -> list[Source]:
+    def close(self) -> list[SampleSource]:
         """Have no sources any more; return them, to be closed in the thread of this loop."""
         return self.selection.close()
 
@@ -787,7 +791,7 @@ class LoopSelector:
                 source.close()
 
 
-async def announce(source: Source, order: Order) -> None:
+async def announce(source: SampleSource, order: Order) -> None:
     """Announce an order to a source that has a use for it."""
     if isinstance(source, DaemonSource):
         assert isinstance(source.connection, LoopConnection)

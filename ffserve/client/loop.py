@@ -26,7 +26,7 @@ from ffserve.client.daemon.shared_memory import DaemonSource
 from ffserve.client.local.local_engines import LocalEngines
 from ffserve.client.local.local_source import LocalRequest, LocalSource
 from ffserve.client.local.ranged_source import RangedSource
-from ffserve.client.source import Source, Target
+from ffserve.client.source import SampleSource, Target
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.engine.io import Engine, EngineBatch
 from ffserve.errors import FFServeError, ProtocolError
@@ -317,7 +317,7 @@ class LoopState:
     # ---- reading --------------------------------------------------------------------------
 
     async def read(
-        self, source: Source, numbers: Int64s, *, apart: bool, out: Bytes | None = None
+        self, source: SampleSource, numbers: Int64s, *, apart: bool, out: Bytes | None = None
     ) -> tuple[Target, Failed]:
         """Read samples; return where they are, and the errors."""
         if isinstance(source, LocalSource):
@@ -355,7 +355,7 @@ class LoopState:
             raise
         return source.collect(request)
 
-    async def sizes(self, source: Source, numbers: Int64s | None) -> Int64s:
+    async def sizes(self, source: SampleSource, numbers: Int64s | None) -> Int64s:
         """Return lengths in bytes; None: of all samples."""
         if isinstance(source, LocalSource):
             if source.knows_sizes:
