@@ -526,6 +526,19 @@ def test_no_descriptor_is_free_for_the_daemons_memory(doctor: Doctor, daemon: Da
     assert diagnosis.commands("memory-unmapped") == "ulimit -n $(ulimit -Hn)"
 
 
+def test_the_daemon_and_the_doctor_agree_about_locked_memory(doctor: Doctor) -> None:
+    """CAP_IPC_LOCK, which root has, lifts the limit."""
+    for uid, amount in ((0, "any amount"), (ALICE, "8.00 MiB")):
+        box = Container(users=None, namespaces=(), uid=uid, limits=(("RLIMIT_MEMLOCK", 8 << 20),))
+        daemon = Daemon()
+        daemon.directory.chmod(0o777)
+        put_inside(daemon, box)
+        with started(daemon):
+            assert f"{amount} of locked memory" in daemon.log.read_text()
+            text = doctor.run("--socket", daemon.socket).text
+            assert re.search(f"locked memory +{amount}\n", text), text
+
+
 def test_a_daemon_with_slow_settings(doctor: Doctor) -> None:
     with serving(options=["--engine", "threads"]) as daemon:
         diagnosis = found(doctor("--socket", daemon.socket), "engine-chosen")

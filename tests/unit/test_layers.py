@@ -105,6 +105,7 @@ DOORS = {
     "server.users.access": ("doctor view", "which files are taken, and who may read them"),
     "store.public": ("arrow cli inputs", "remote files are found, read, copied and written"),
     "store.urls": ("arrow cli compat view", "what is a URL, and how it is shown"),
+    "system.capabilities": ("doctor", "rights of a process are examined"),
     "system.machine_memory": ("doctor", "limits of memory are examined"),
     "system.memfd": ("doctor", "shared memory is tried"),
     "system.parallel": ("compat convert", "worker processes that report progress"),

@@ -38,6 +38,7 @@ from ffserve.server.life.restart import QUARANTINE_S, RETURN_S, take
 from ffserve.server.life.startup import check, group_of, http_module
 from ffserve.server.sessions.server import Server, listen
 from ffserve.server.sessions.state import ServerState
+from ffserve.system.capabilities import lockable_size
 from ffserve.system.memfd import is_locked_below
 from ffserve.system.socket_path import prepare_socket_directory
 from ffserve.system.systemd import notify
@@ -292,7 +293,7 @@ async def _settle(state: ServerState) -> None:
 
 def _log_start(server: Server) -> None:
     state = server.state
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    locked = lockable_size()
     log.info(
         "serving %s on %s, arena %s, engine %s, version %s; limits: arena %s, %d sessions, "
         "%d files, %s of locked memory",
@@ -304,7 +305,7 @@ def _log_start(server: Server) -> None:
         format_size(state.memory.arena.limit),
         server.state.clients.most,
         resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "any amount" if locked == resource.RLIM_INFINITY else format_size(locked),
+        "any amount" if locked is None else format_size(locked),
     )
 
 
