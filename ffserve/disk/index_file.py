@@ -328,7 +328,7 @@ def find(
         if passed is not None:
             found += _sound(passed, "", owners, identity)
         for written_ns, place, index, head in sorted(found, key=lambda f: f[0], reverse=True):
-            admit(head.count, _table_size(head))
+            admit(head.count, table_size(head.count, head.more))
             content = _content(index, head.size)
             indexed = decode(content, identity, place, written_ns)
             if indexed is not None:
@@ -336,10 +336,10 @@ def find(
     return None
 
 
-def _table_size(head: _Head) -> int:
-    """Return the bytes of the format's own tables: it keeps lengths and checksums in memory if it
-    keeps anything."""
-    return head.more + RECORD_TABLE_SIZE * head.count if head.more else 0
+def table_size(count: int, more: int) -> int:
+    """Return the bytes of the format's own tables in memory, if it keeps `more` bytes in an index
+    file of `count` records: if it keeps any, then lengths and checksums as well."""
+    return more + RECORD_TABLE_SIZE * count if more else 0
 
 
 def _sound(
