@@ -57,7 +57,7 @@ class ChunkLoader:
     Args:
         devices: that chunks are read from. submit: submits a batch to a device.
         ended: called in the loop's thread when one of the `batches` of a load has ended.
-        mending: gives `ChunkRun.mend` for an extent (device, file, begin, end).
+        mending: gives `ChunkRun.mend` for an extent (device, file, load, begin, end).
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ChunkLoader:
         devices: Devices,
         submit: Callable[[Device, EngineBatch], None],
         ended: Callable[[Load], None],
-        mending: Callable[[Device, int, int, int], Callable[[], bool] | None],
+        mending: Callable[[Device, int, Load, int, int], Callable[[], bool] | None],
     ) -> None:
         self._memory = memory
         self._directory = directory
@@ -127,7 +127,7 @@ class ChunkLoader:
             device = self._devices.all[int(table.engines[row])]
             yield device, _Block(
                 shards[row], low, high, begin, end, number, device.fd(number),
-                self._mending(device, number, begin, end), first=first, offset=offset,
+                self._mending(device, number, load, begin, end), first=first, offset=offset,
             )  # fmt: skip
 
     def _pump(self) -> None:

@@ -316,7 +316,7 @@ def _jobs(
         "errors": ("Samples and requests that failed.", lambda job: job.errors),
         "read_bytes": (
             "Bytes read from files for the job.",
-            lambda job: reads[job.name].size if job.name in reads else 0,
+            lambda job: reads[job.key].size if job.key in reads else 0,
         ),
         "waited_seconds": ("Time between requests and answers.", lambda job: job.waited_s),
     }
@@ -340,7 +340,7 @@ def _jobs(
             times.add_metric((*labels, cause), seconds)
         if job.time.taken_by is not None:
             share = job.time.recent(now)["taken"]
-            rivals.add_metric((*labels, _label(job.time.taken_by)), share)
+            rivals.add_metric((*labels, _label(state.jobs.name_of(job.time.taken_by, None))), share)
     yield times
     yield rivals
     sessions = GaugeMetricFamily("ffserve_job_sessions", "Connected sessions.", labels=_LABELS)
@@ -373,9 +373,9 @@ def _progress(
         "ffserve_job_samples_per_second", "Samples that the job uses.", labels=_LABELS
     )
     for labels, job in shown.items():
-        if job.name not in largest:
+        if job.key not in largest:
             continue
-        facts = progress_facts(state, largest[job.name], now)
+        facts = progress_facts(state, largest[job.key], now, None)
         epoch.add_metric(labels, facts["epoch"])
         rate.add_metric(labels, facts["rate"])
         if facts["count"]:
