@@ -2,9 +2,10 @@
 
 What one message may carry is part of the protocol and stands in `protocol.py`; times are where they
 are used. What would exceed a limit waits, gives way, or is refused; the note of each limit says
-which. Users share some things by a rule instead of a number: a user may have OTHERS_SHARE = 4 times
-what no user has (`server/users/shares.py`), so one user alone gets four fifths. Administrators have
-the limit of all users.
+which. A user is a uid, in whatever namespaces its processes are (`server/users/peers.py: Account`).
+Users share some things by a rule instead of a number: a user may have OTHERS_SHARE = 4 times what
+no user has (`server/users/shares.py`), so one user alone gets four fifths. Administrators have the
+limit of all users.
 
 **Memory.** A user can make the daemon hold, beside samples in the arena, at most the sum of
 
@@ -31,7 +32,8 @@ two fifths.
 - shards: SHARDS_PART = 3/4 of N; half of these for one user;
 - second descriptors of shards, and MOST_DOMAINS domains with 3 each: EXTRA_PART = 1/8 of N; what
   domains need beyond it is taken from the shards;
-- sessions: SESSIONS_PART = 1/4 of N, RESERVED_SESSIONS among them; four fifths for one user;
+- sessions: SESSIONS_PART = 1/4 of N, RESERVED_SESSIONS among them; four fifths for one user; and
+  MOST_USER_NAMESPACES of each user's containers;
 - memory files of prepared samples: 1 part in MEMORY_FILES_SHARE of N; four fifths for one user;
 - what OPENs pass until it is open or closed: 1 part in PASSED_SHARE of N for each of
   USER_OPENINGS, and MOST_CLOSING that are being closed, for each user;
@@ -79,6 +81,9 @@ MOST_USER_CLAIMED = 1 << 18
 """Samples that the user has claimed or waits for, in all sessions; beyond, nothing is shared."""
 MOST_USER_DOMAINS = 64
 """Domains of one user, who can make any number of namespaces; beyond, an OPEN fails."""
+MOST_USER_NAMESPACES = 256
+"""Mount namespaces that are told apart for one user, with a descriptor each; each connection from a
+further one counts as a namespace of its own."""
 NAMESPACE_OPENINGS, USER_OPENINGS = 4, 16
 """OPENs that are carried out at once for the processes of a user in one mount namespace, and for
 the user in all namespaces, of which there may be any number; further ones wait. Each has a thread,
@@ -223,8 +228,9 @@ MOST_COUNTED_JOBS = 1024
 """Jobs whose reads are counted."""
 MOST_SLOW_FILES = 256
 """Files with slow reads that are remembered, the latest ones."""
-MOST_DISTRUSTED = 1024
-"""Preparations that are remembered for not being deterministic."""
+MOST_USER_DISTRUSTED, MOST_DISTRUSTED = 1024, 1 << 15
+"""Preparations of one user, and of all users, that are remembered for not being deterministic.
+Beyond, the user's oldest one is forgotten, or the oldest one of the user who has most."""
 MOST_LOG_KEYS = 1024
 """Files, users and devices of which repeated log lines are counted apart; beyond, together."""
 MOST_LOG_LINES, MOST_LOG_LINE = 100, 500

@@ -78,14 +78,17 @@ class Piece(Fetch):
     """Consecutive positions of an order, on their way through the cache.
 
     Args:
-        latest: when the job will ask for the first of them.
+        progress: of the job. latest: when the job will ask for the first of them.
         epoch, begun: of the order; time of the fetch.
     """
 
-    __slots__ = ("begun", "dropped", "end", "epoch")
+    __slots__ = ("begun", "dropped", "end", "epoch", "progress")
 
-    def __init__(self, numbers: Int64s, latest: float, epoch: int, begun: float) -> None:
+    def __init__(
+        self, progress: JobProgress, numbers: Int64s, latest: float, epoch: int, begun: float
+    ) -> None:
         super().__init__(numbers, latest)
+        self.progress = progress
         self.epoch = epoch
         self.begun = begun
         self.end = 0
@@ -285,7 +288,7 @@ class Prefetcher:
             if not len(numbers):
                 self._pause(cursor, now)
                 return None
-        piece = Piece(numbers, now + distance / progress.rate(now), cursor.epoch, now)
+        piece = Piece(progress, numbers, now + distance / progress.rate(now), cursor.epoch, now)
         load = self._cache.advance(piece, len(numbers), self._left(cursor))
         if piece.cursor == 0:
             self._pause(cursor, now)

@@ -55,6 +55,8 @@ class HttpOrigin:
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     """Ranges that were sent as a whole."""
     requests: Counter[str] = field(default_factory=Counter)
+    who: Counter[str] = field(default_factory=Counter)
+    """Requests with a header `X-Who`, by its text."""
     url: str = ""
     _lock: Any = field(default_factory=threading.Lock)
     _due: float = 0.0
@@ -109,6 +111,8 @@ class _Handler(BaseHTTPRequestHandler):
         origin, name = self.origin, unquote(self.path.partition("?")[0]).lstrip("/")
         with origin._lock:
             origin.requests[self.command] += 1
+            if "X-Who" in self.headers:
+                origin.who[self.headers["X-Who"]] += 1
         while origin.stalled.is_set() or (body and name in origin.held):
             time.sleep(0.01)
         if origin.status or time.monotonic() < origin.fail_until:

@@ -74,7 +74,7 @@ class ChunkLoader:
     Args:
         devices: that chunks are read from. submit: submits a batch to a device.
         ended: called in the loop's thread when one of the `batches` of a load has ended.
-        mending: gives `ChunkRun.mend` for an extent (device, file, begin, end).
+        mending: gives `ChunkRun.mend` for an extent (device, file, load, begin, end).
         read_again: has a function called that reads damaged samples of a load a second time, and
             may wait for an origin. The third argument has their failures if it is not called.
     """
@@ -87,7 +87,7 @@ class ChunkLoader:
         devices: Devices,
         submit: Callable[[Device, EngineBatch], None],
         ended: Callable[[Load], None],
-        mending: Callable[[Device, int, int, int], Callable[[], bool] | None],
+        mending: Callable[[Device, int, Load, int, int], Callable[[], bool] | None],
         read_again: Callable[[Load, Callable[[], Outcome], Failures], None],
     ) -> None:
         self._memory = memory
@@ -149,7 +149,7 @@ class ChunkLoader:
             yield device, _Block(
                 shards[row], low, high, begin, end, number,
                 partial(second_reads, device.fd(number)),
-                self._mending(device, number, begin, end), first=first, offset=offset,
+                self._mending(device, number, load, begin, end), first=first, offset=offset,
             )  # fmt: skip
 
     def _pump(self) -> None:

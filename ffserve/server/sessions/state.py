@@ -38,7 +38,7 @@ from ffserve.server.sessions.job_table import JobTable
 from ffserve.server.status.faults import Faults
 from ffserve.server.users.access import Rules
 from ffserve.server.users.domains import Domains
-from ffserve.server.users.peers import Peer, namespace_marks
+from ffserve.server.users.peers import Peer, account_of, namespace_marks
 from ffserve.server.users.shares import Users
 
 
@@ -142,7 +142,9 @@ class ServerState:
         )
         scrubber.rate = config.scrub_rate_bytes
         self.files = ServedFiles(catalog, Explainer(catalog), scrubber, remote)
-        self.claims = Claims(memory.directory, lambda dataset: dataset.preparation.owner)
+        self.claims = Claims(
+            memory.directory, lambda dataset: account_of(dataset.preparation.owner)
+        )
         scheduler.put_ended = lambda request: self.claims.end(
             request.dataset, request.numbers.tolist()
         )

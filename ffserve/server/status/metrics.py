@@ -346,7 +346,7 @@ def _jobs(state: ServerState, shown: _Labelled, now: float) -> Iterator[Metric |
         "errors": ("Samples and requests that failed.", lambda job: job.errors),
         "read_bytes": (
             "Bytes read from files for the job.",
-            lambda job: reads[job.name].size if job.name in reads else 0,
+            lambda job: reads[job.key].size if job.key in reads else 0,
         ),
         "waited_seconds": ("Time between requests and answers.", lambda job: job.waited_s),
     }
@@ -371,7 +371,8 @@ def _jobs(state: ServerState, shown: _Labelled, now: float) -> Iterator[Metric |
         if job.time.taken_by is not None:
             share = job.time.recent(now)["taken"]
             rival = state.jobs.all.get(job.time.taken_by)
-            by = job.time.taken_by if rival is None else rival.title or rival.name
+            by = "" if rival is None else rival.title
+            by = by or state.jobs.name_of(job.time.taken_by, None)
             rivals.add_metric((*labels, _label(by)), share)
     yield times
     yield rivals
@@ -403,9 +404,9 @@ def _progress(state: ServerState, shown: _Labelled, now: float) -> Iterator[Metr
         "ffserve_job_samples_per_second", "Samples that the job uses.", labels=_LABELS
     )
     for labels, job in shown.items():
-        if job.name not in largest:
+        if job.key not in largest:
             continue
-        facts = progress_facts(state, largest[job.name], now)
+        facts = progress_facts(state, largest[job.key], now, None)
         epoch.add_metric(labels, facts["epoch"])
         rate.add_metric(labels, facts["rate"])
         if facts["count"]:
