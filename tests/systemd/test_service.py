@@ -382,8 +382,8 @@ def test_out_of_memory_a_job_that_takes_too_much_ends_and_not_the_daemon(
     machine: Container,
 ) -> None:
     big = machine.data / "big.ffr"
-    write(big, [bytes([index]) * (1 << 20) for index in range(200)])
-    machine.write(SETTINGS, 'arena = "256M"\nmax_arena = "256M"\n')
+    write(big, [bytes([index]) * (1 << 20) for index in range(100)])
+    machine.write(SETTINGS, 'arena = "128M"\nmax_arena = "128M"\n')
     read = "import ffserve\nfor s in ffserve.open('/data/big.ffr', server='require'): pass"
     machine.run("/opt/job/bin/python", "-c", read, user="alice")
     pid = machine.pid()
@@ -391,7 +391,7 @@ def test_out_of_memory_a_job_that_takes_too_much_ends_and_not_the_daemon(
     # Where root may not lower it, the job's is higher by as much instead: the kernel compares them.
     protected = int(Path(f"/proc/{pid}/oom_score_adj").read_text())
     size = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    limit = 150 << 20
+    limit = 120 << 20
     assert size > limit, "it is larger than the job will be"
     hog = "held = []\nwhile True: held.append(b'x' * (1 << 20))"
     with limited(memory_size=limit) as group:
@@ -428,7 +428,7 @@ def test_check_as_root_judges_for_the_user_and_the_limits_of_the_unit(machine: C
     assert "exceed the 70.0 MiB of memory" in machine.run(*check, code=2)
     machine.run("rm", "-r", "/run/systemd/system/ffserve.service.d")
     machine.run("systemctl", "daemon-reload")
-    machine.write(SETTINGS, '[store]\ndirectory = "/srv/store"\n')
+    machine.write(SETTINGS, '[store]\ndirectory = "/srv/store"\naccess = "own"\n')
     assert "not judged: whether the service may write to /srv/store" in machine.run(*check)
 
 
