@@ -96,6 +96,7 @@ DOORS = {
     "folders": ("cli compat convert package view", "names of packed files; they are packed"),
     "limits": ("doctor", "the bounds of the daemon are compared with those of its process"),
     "server.life.daemon": ("cli", "`serve` runs it"),
+    "server.files.remote": ("doctor", "the settings of the store are examined"),
     "server.life.startup": (
         "cli doctor",
         "the daemon's own checks at start are made, and explained",
