@@ -29,6 +29,7 @@ from ffserve.system.machine_memory import usable_memory
 from ffserve.system.socket_path import MAX_SOCKET_PATH, SYSTEM_SOCKET, Credentials, find_socket
 
 UNITS = ("/etc/systemd/system", "/usr/local/lib/systemd/system", "/usr/lib/systemd/system")
+SERVICE = "ffserve.service"
 UNLIMITED = 1 << 62
 CONNECT_TIMEOUT_S = 2
 
@@ -96,6 +97,10 @@ class Host:
         for program in ("sudo", "doas"):
             if shutil.which(program):
                 return f"{program} {command}"
+        if self.container == "kubernetes":
+            return command  # of root in the image, or on the node: a pod cannot change its user
+        if self.container:
+            return f"{self.container} exec -u 0 {socket.gethostname()} {command}"
         return f"su -c {shlex.quote(command)}"
 
     def write(self, path: str, *lines: str, more: bool = False) -> str:
@@ -105,6 +110,16 @@ class Host:
         if self.is_root:
             return f"{shlex.join(words)} {'>>' if more else '>'} {place}"
         return f"{shlex.join(words)} | {self.as_root('tee -a' if more else 'tee')} {place}"
+
+    def join_group(self, user: str, gid: int, group: str) -> tuple[str, ...]:
+        """Return the commands that make a user a member of a group."""
+        if self.container == "kubernetes":
+            return (f"kubectl edit job JOB  # securityContext: {{supplementalGroups: [{gid}]}}",)
+        if self.container:
+            return (f"{self.container} run --group-add {gid} IMAGE",)
+        words = f"usermod -aG {group} {user}"
+        add = words if shutil.which("usermod") else f"addgroup {user} {group}"
+        return self.as_root(add), f"newgrp {group}"
 
     def sysctl(self, name: str, value: int) -> tuple[str, ...]:
         """Return the commands that set a variable of the kernel, now and for later starts."""
@@ -331,6 +346,13 @@ class Case:
         self.config = self.config_error = None
         _load(self)
 
+    @property
+    def unit(self) -> str:
+        """The unit of the daemon, or the one that would start it; "": none."""
+        if self.process.pid:
+            return self.process.unit
+        return SERVICE if self.host.systemd and has_unit() else ""
+
     # ---- commands about the daemon
 
     def restart(self, *options: str) -> str:
@@ -339,8 +361,16 @@ class Case:
         Args: options: further ones, for a daemon that is no service.
         """
         process = self.process
-        if process.unit or (self.host.systemd and has_unit() and not process.pid):
-            return self.host.as_root(f"systemctl restart {process.unit or 'ffserve.service'}")
+        if self.unit:
+            return self.host.as_root(f"systemctl restart {self.unit}")
+        if self.host.container == "kubernetes":
+            return "kubectl -n ffserve rollout restart daemonset ffserve"
+        if self.host.container and process.is_daemon:
+            # A container ends with its first process, so no other daemon can take over inside.
+            name = socket.gethostname()
+            if not options:
+                return f"{self.host.container} restart {name}"
+            return shlex.join([self.host.container, "run", "IMAGE", *process.command, *options])
         if not process.is_daemon:
             return shlex.join(["ffserve", "serve", "--socket", self.socket.path, *options])
         words = [word for word in process.command if word != "--handover"]
@@ -351,23 +381,25 @@ class Case:
 
         Args: value: as TOML has it. options: the same as options of `ffserve serve`.
         """
-        if not self.process.unit:
-            return (self.restart(*options),)
         line = f"{key} = {value}"
+        if self.host.container == "kubernetes" and not self.unit:
+            return f"kubectl -n ffserve edit configmap ffserve  # {line}", self.restart()
+        if not self.unit:
+            return (self.restart(*options),)
         if re.search(rf"^{key}\s*=", text_in(self.config_path), re.MULTILINE):
             words = ["sed", "-i", f"s|^{key} *=.*|{line}|", self.config_path]
             change = self.host.as_root(shlex.join(words))
         else:
             change = self.host.write(self.config_path, line, more=True)
-        again = "reload" if key in LIVE else "restart"
-        return change, self.host.as_root(f"systemctl {again} {self.process.unit}")
+        again = "reload" if key in LIVE and self.process.pid else "restart"
+        return change, self.host.as_root(f"systemctl {again} {self.unit}")
 
     def limit_setting(self, line: str, resource: str, value: str) -> tuple[str, ...]:
         """Return the commands that raise a limit of the daemon.
 
         Args: line: of its unit. resource, value: as prlimit(1) has them.
         """
-        unit = self.process.unit
+        unit = self.unit
         if unit:
             path = f"/etc/systemd/system/{unit}.d/{resource}.conf"
             return (

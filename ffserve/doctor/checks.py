@@ -6,7 +6,7 @@ import grp
 import os
 import re
 import shlex
-import shutil
+import socket as sockets
 import stat
 import subprocess
 import sys
@@ -14,13 +14,16 @@ from collections.abc import Callable, Iterator
 
 from ffserve import __version__
 from ffserve.client.public import MORE_FILES, Connection
+from ffserve.config import split_address
 from ffserve.doctor import resources, storage
 from ffserve.doctor.case import UNITS, Case, Finding, Process, has_unit
 from ffserve.doctor.probe import closed_part
 from ffserve.doctor.resources import Found
 from ffserve.errors import FFServeError, ProtocolError, UsageError
+from ffserve.server.files.remote import store_fault
 from ffserve.server.life.startup import common_fault, group_of, http_module
 from ffserve.system.memfd import can_map
+from ffserve.system.socket_path import SYSTEM_SOCKET
 
 ALONE = "Jobs read the files by themselves and share nothing."
 
@@ -54,6 +57,8 @@ def settings(case: Case) -> Found:
         yield storage.silent(case, case.config_path)
         return
     yield case.config_path if os.path.exists(case.config_path) else "defaults"
+    if case.unit and case.config_error is None:
+        yield from _unread(case)
     if (error := case.config_error) is not None:
         yield from _invalid(case, error)
         return
@@ -91,18 +96,75 @@ def _unusable(case: Case) -> Iterator[Finding]:
         install = shlex.join([sys.executable, "-m", "pip", "install", "ffserve[metrics]"])
         yield Finding("settings-unusable", "error", error.message, effect, (install,))
     # The user of the service is another one.
+    if not runs and (missing := store_fault(config)) is not None:
+        install = shlex.join([sys.executable, "-m", "pip", "install", "ffserve[remote]"])
+        yield Finding("settings-unusable", "error", missing.message, effect, (install,))
+    if not runs and (taken := _taken(config.http)) is not None:
+        port = split_address(config.http)[1]
+        show = f"ss -ltnp 'sport = :{port}'"
+        yield Finding("settings-unusable", "error", taken, effect, (show, case.restart()))
     fault = None if runs or has_unit() else common_fault(config)
     if fault is not None:
         commands = case.setting("common", '"world"', "--common", "world")
         yield Finding("settings-unusable", "error", fault.message, effect, commands)
-    if config.common == "user" and config.socket_mode & 0o006:
-        yield Finding(
-            "settings-open",
-            "warning",
-            f"common is 'user', but everybody may connect (socket_mode {config.socket_mode:04o})",
-            "All users of the machine can see samples of files that they may not read.",
-            case.setting("socket_mode", "0o660", "--socket-mode", "0660"),
+    if config.common == "user":
+        yield from _open_to_all(case)
+
+
+def _open_to_all(case: Case) -> Iterator[Finding]:
+    """Find out whether everybody may connect to a daemon that serves what its user may read."""
+    mode, found = case.settings.socket_mode, case.socket.found
+    commands: tuple[str, ...] = ()
+    if found is not None and case.socket.state == "open" and case.process.pid:
+        mode = stat.S_IMODE(found.st_mode)
+        commands = (case.host.as_root(f"chmod 0660 {shlex.quote(case.socket.path)}"),)
+    if not mode & 0o006:
+        return
+    if case.unit:  # systemd makes the socket
+        path = f"/etc/systemd/system/{case.unit.replace('.service', '.socket')}.d/mode.conf"
+        commands += (
+            case.host.as_root(f"mkdir -p {os.path.dirname(path)}"),
+            case.host.write(path, "[Socket]", "SocketMode=0660"),
+            case.host.as_root("systemctl daemon-reload"),
         )
+    elif case.settings.socket_mode & 0o006:
+        commands += case.setting("socket_mode", "0o660", "--socket-mode", "0660")
+    yield Finding(
+        "settings-open",
+        "warning",
+        f"common is 'user', but everybody may connect (mode {mode:04o} of the socket)",
+        "All users of the machine can see samples of files that they may not read.",
+        commands,
+    )
+
+
+def _unread(case: Case) -> Iterator[Finding]:
+    """Find out whether the user of the service can read its settings."""
+    path, effect = case.config_path, "No daemon can start."
+    if not os.path.exists(path):
+        commands = (case.host.as_root(f"install -D -m 0644 /dev/null {shlex.quote(path)}"),)
+        text = f"{path} does not exist, but the service reads it"
+        yield Finding("settings-invalid", "error", text, effect, (*commands, case.restart()))
+    elif not os.stat(path).st_mode & 0o004:
+        commands = (case.host.as_root(f"chmod a+r {shlex.quote(path)}"),)
+        text = f"{path} is not readable for the user of the service"
+        yield Finding("settings-closed", "error", text, effect, (*commands, case.restart()))
+
+
+def _taken(http: str) -> str | None:
+    """Return why no daemon can listen at an address for HTTP; None if one can."""
+    place = split_address(http) if http else ""
+    if isinstance(place, str):
+        return None
+    try:
+        found = sockets.getaddrinfo(*place, type=sockets.SOCK_STREAM)[0]
+        with sockets.socket(*found[:3]) as trial:
+            trial.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
+            trial.bind(found[4])
+            trial.listen()
+    except OSError as error:
+        return f"cannot listen on {http} for HTTP: {error.strerror}"
+    return None
 
 
 def _invalid(case: Case, error: FFServeError) -> Iterator[Finding]:
@@ -243,8 +305,7 @@ def _denied(case: Case) -> Finding:
     if _is_member(user, gid):
         text += f"; the user became a member of {group} after this login"
         return Finding("group-login", "error", text, ALONE, (f"newgrp {group}",))
-    add = f"usermod -aG {group} {user}" if shutil.which("usermod") else f"addgroup {user} {group}"
-    commands = (host.as_root(add), f"newgrp {group}")
+    commands = host.join_group(user, gid, group)
     return Finding(
         "group-member", "error", f"{text}: the user is not a member of {group}", ALONE, commands
     )
@@ -307,13 +368,16 @@ def service(case: Case) -> Found:
     yield f"ffserve.socket and ffserve.service: {state}"
     as_root = case.host.as_root
     if "failed" in (shown.get("ActiveState"), daemon.get("ActiveState")):
+        unit, result = "ffserve.socket", shown.get("Result")
+        if shown.get("ActiveState") != "failed":
+            unit, result = "ffserve.service", daemon.get("Result")
         yield Finding(
             "service-failed",
             "error",
-            f"the service has failed ({daemon.get('Result') or shown.get('Result')})",
+            f"{unit} has failed ({result})",
             f"systemd does not start it again. {ALONE}",
             (
-                "journalctl -u ffserve.service -n 20 --no-pager",
+                f"journalctl -u {unit} -u ffserve.service -n 20 --no-pager",
                 as_root("systemctl reset-failed 'ffserve.*'"),
                 as_root("systemctl start ffserve.socket"),
             ),
@@ -351,7 +415,8 @@ def service(case: Case) -> Found:
         )
     hidden = [f"{UNITS[0]}/{name}" for name in ("ffserve.service", "ffserve.socket")]
     for path in hidden:
-        if os.path.exists(path) and os.path.exists(path.replace(UNITS[0], UNITS[1])):
+        masked = os.path.realpath(path) == os.devnull
+        if not masked and all(map(os.path.exists, (path, path.replace(UNITS[0], UNITS[1])))):
             yield Finding(
                 "service-hidden",
                 "warning",
@@ -359,6 +424,42 @@ def service(case: Case) -> Found:
                 "The service is not what this release installed.",
                 (as_root(f"rm {path}"), as_root("systemctl daemon-reload")),
             )
+
+
+def units(case: Case) -> Found:
+    """The units may be started, and the socket has its file and its group."""
+    if not (case.host.systemd and has_unit()):
+        return
+    as_root = case.host.as_root
+    for unit in ("ffserve.socket", "ffserve.service"):
+        if os.path.realpath(f"{UNITS[0]}/{unit}") == os.devnull:
+            commands = (
+                as_root(f"systemctl unmask {unit}"),
+                as_root("systemctl enable --now ffserve.socket"),
+            )
+            text = f"{unit} is masked: systemd does not start it"
+            yield Finding("service-masked", "error", text, ALONE, commands)
+    shown = _show("ffserve.socket", "ActiveState", "SocketGroup")
+    if shown.get("ActiveState") == "active" and not os.path.exists(SYSTEM_SOCKET):
+        text = f"{SYSTEM_SOCKET} was deleted, while systemd listens on it"
+        restart = as_root("systemctl restart ffserve.socket ffserve.service")
+        yield Finding("socket-missing", "error", text, ALONE, (restart,))
+    group = shown.get("SocketGroup", "")
+    if group and not group.isdecimal() and group not in {each.gr_name for each in grp.getgrall()}:
+        path = "/etc/systemd/system/ffserve.socket.d/zz-group.conf"
+        yield Finding(
+            "settings-unusable",
+            "error",
+            f"the socket's group {group!r} (SocketGroup= of ffserve.socket) does not exist",
+            "systemd cannot make the socket.",
+            (
+                as_root(f"mkdir -p {os.path.dirname(path)}"),
+                case.host.write(path, "[Socket]", "SocketGroup=ffserve"),
+                as_root("systemctl daemon-reload"),
+                as_root("systemctl reset-failed 'ffserve.*'"),
+                as_root("systemctl start ffserve.socket"),
+            ),
+        )
 
 
 def _show(unit: str, *properties: str) -> dict[str, str]:
@@ -467,6 +568,7 @@ CHECKS: dict[str, Callable[[Case], Found]] = {
     "settings": settings,
     "socket": socket,
     "service": service,
+    "units": units,
     "daemon": daemon,
     "data": storage.data,
     "clock": resources.clock,

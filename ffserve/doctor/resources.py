@@ -92,6 +92,14 @@ def io_uring(case: Case) -> Found:
     whole = kind not in ("registered", "uring")
     yield f"{kind}, checksums by {checksum_library()}"
     wanted = case.settings.engine
+    if case.facts is None and wanted != "auto" and (why := refusal(wanted)) is not None:
+        yield Finding(
+            "settings-unusable",
+            "error",
+            f"the settings choose the engine {wanted!r}, which does not work here: {why}",
+            "No daemon can start.",
+            case.setting("engine", '"auto"', "--engine", "auto"),
+        )
     if wanted not in ("auto", "registered"):
         yield Finding(
             "engine-chosen",

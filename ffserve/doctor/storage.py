@@ -88,10 +88,7 @@ def _opened(case: Case, user: str, closed: dict[str, Any]) -> tuple[str, ...]:
     needed = 0o050 if is_directory else 0o040
     group = closed["group"]
     if closed["mode"] & needed == needed and group and group not in os.getgroups():
-        return (
-            case.host.as_root(f"usermod -aG {group_name(group)} {user}"),
-            f"newgrp {group_name(group)}",
-        )
+        return case.host.join_group(user, group, group_name(group))
     bits = "a+rx" if is_directory else "a+r"
     return (case.host.as_root(f"chmod {bits} {shlex.quote(closed['path'])}"),)
 
@@ -161,8 +158,11 @@ def _served(case: Case, path: str, answer: dict[str, Any], kind: str) -> Iterato
             case.setting("roots", f"[{names}]", "--root", folder),
         )
     served = number in FILE_SYSTEMS.values() or number in case.settings.file_systems
-    # A daemon takes all files of its own user; and overlays of its own mounts.
-    own = case.process.uid == os.geteuid() or (kind == "overlay" and not case.host.container)
+    # A daemon takes all files of its own user; and overlays of its own mounts, which the service
+    # does not see.
+    own = not case.unit and (
+        case.process.uid == os.geteuid() or (kind == "overlay" and not case.host.container)
+    )
     if not served and not own:
         yield Finding(
             "data-file-system",

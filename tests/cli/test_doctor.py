@@ -409,6 +409,89 @@ def test_settings_that_are_not_valid(doctor: Doctor, place: Path) -> None:
     assert f"chmod a+r {path}" in commands.commands("settings-closed")
 
 
+def mended(doctor: Doctor, name: str, *faults: list[Any], text: str = "") -> Diagnosis:
+    """Find a fault, apply what is printed, without systemd, and see it gone."""
+    diagnosis = found(doctor(faults=list(faults)), name)
+    assert text in diagnosis.findings[name]["text"], diagnosis.text
+    commands = diagnosis.findings[name]["commands"]
+    done = [command for command in commands if not command.startswith("systemctl ")]
+    assert done and len(done) < len(commands), "it is changed, and the service is told of it"
+    for command in done:
+        subprocess.run(command, shell=True, check=True)
+    found(doctor(faults=list(faults)))
+    return diagnosis
+
+
+def test_settings_with_which_the_service_cannot_start(doctor: Doctor, place: Path) -> None:
+    path = place / "x.toml"
+    service = ["service", str(path)]
+    mended(doctor, "settings-invalid", service, text="does not exist")
+    path.chmod(0o600)
+    mended(doctor, "settings-closed", service, text="the user of the service")
+    masked = ["masked", "ffserve.service"]
+    commands = found(doctor(faults=[service, masked]), "service-masked").commands("service-masked")
+    assert commands.startswith("systemctl unmask ffserve.service\n")
+    path.write_text('arena = "900GiB"\n')
+    diagnosis = mended(doctor, "memory-limit", service, text="900 GiB")
+    assert "systemctl restart ffserve.service" in diagnosis.commands("memory-limit")
+    container.seccomp()
+    path.write_text('engine = "registered"\n')
+    without = ["deny", *IO_URING]
+    diagnosis = doctor(faults=[service, without])
+    found(diagnosis, "settings-unusable", "io_uring-filtered")
+    change, _ = diagnosis.findings["settings-unusable"]["commands"]
+    subprocess.run(change, shell=True, check=True)
+    found(doctor(faults=[service, without]), "io_uring-filtered")
+
+
+def test_packages_that_the_settings_need(doctor: Doctor, place: Path) -> None:
+    path = place / "x.toml"
+    path.write_text('http = "127.0.0.1:9"\n')
+    diagnosis = found(doctor("--config", path, faults=[["without", "h11"]]), "settings-unusable")
+    assert "ffserve[metrics]" in diagnosis.commands("settings-unusable")
+    path.write_text(f'[store]\ndirectory = "{place}/store"\n')
+    diagnosis = found(doctor("--config", path, faults=[["without", "fsspec"]]), "settings-unusable")
+    assert "ffserve[remote]" in diagnosis.commands("settings-unusable")
+
+
+def test_a_port_for_metrics_that_is_taken(doctor: Doctor, place: Path) -> None:
+    path = place / "x.toml"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        path.write_text(f'http = "127.0.0.1:{port}"\n')
+        diagnosis = found(doctor("--config", path), "settings-unusable")
+        assert diagnosis.commands("settings-unusable").startswith(f"ss -ltnp 'sport = :{port}'")
+    found(doctor("--config", path))
+
+
+def test_what_only_one_user_may_read_is_open_to_all(doctor: Doctor) -> None:
+    box = Container(users=None, namespaces=(), uid=ALICE)
+    daemon = Daemon(options=["--common", "user"])
+    daemon.directory.chmod(0o777)
+    put_inside(daemon, box)
+    with started(daemon):
+        assert "settings-open" not in doctor("--socket", daemon.socket).findings
+        os.chmod(daemon.socket, 0o666)
+        diagnosis = doctor("--socket", daemon.socket)
+        (command,) = diagnosis.findings["settings-open"]["commands"]
+        subprocess.run(command, shell=True, check=True)
+        assert "settings-open" not in doctor("--socket", daemon.socket).findings
+
+
+def test_in_a_container_nothing_ends_it_and_groups_are_given_from_outside(
+    doctor: Doctor, daemon: Daemon, place: Path
+) -> None:
+    inside = [["contained"], ["variable", "KUBERNETES_SERVICE_HOST", "x"]]
+    write(place / "a.ffr", [b"x"])
+    everything = doctor(place, "--socket", daemon.socket, faults=inside).text
+    assert "data-outside-roots" in everything and "rollout restart" in everything
+    with listening(place / "s", 0o660, GROUP) as path:
+        member = doctor("--socket", path, faults=[*inside, *AS_NOBODY])
+        assert f"supplementalGroups: [{GROUP}]" in member.commands("group-member")
+        everything += member.text
+    assert not re.search("--handover|su -c|usermod", everything)
+
+
 def test_settings_that_the_daemon_has_not_taken_over(
     doctor: Doctor, daemon: Daemon, place: Path
 ) -> None:

@@ -237,10 +237,39 @@ def constant(module: str, name: str, value: Any) -> None:
     setattr(importlib.import_module(module), name, value)
 
 
+def service(config: str) -> None:
+    """Have systemd and the installed units, seen from nowhere else, with these settings."""
+    own_mounts()
+    for place, folder, name in (
+        ("/run", "systemd/system", None),
+        ("/usr/local/lib", "systemd/system", "ffserve.socket"),
+    ):
+        mount("none", place, "tmpfs", "mode=0755")
+        Path(place, folder).mkdir(parents=True)
+        if name is not None:
+            Path(place, folder, name).touch()
+    constant("ffserve.config", "CONFIG_PATH", config)
+    constant("ffserve.doctor.case", "CONFIG_PATH", config)
+
+
+def masked(unit: str) -> None:
+    """Mask a unit, where nobody else sees it."""
+    place = "/etc/systemd/system"
+    mount("none", place, "tmpfs", "mode=0755")
+    os.symlink("/dev/null", f"{place}/{unit}")
+
+
+def without(package: str) -> None:
+    """Lack a package."""
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        del sys.modules[name]
+    sys.modules[package] = None  # type: ignore[assignment]
+
+
 FAULTS: dict[str, Callable[..., None]] = {
     function.__name__: function
     for function in (
         limit, free_files, cannot_lock, contained, no_huge_pages, old_kernel, deny, own_mounts,
-        mount, showing, write, user, variable, join, constant,
+        mount, showing, write, user, variable, join, constant, service, masked, without,
     )
 }  # fmt: skip
