@@ -142,7 +142,7 @@ deb: wheels
 	@$(python) .ci/deb.py
 
 release: deb
-	@bash .ci/setup --systemd
+	@bash .ci/setup --systemd --release
 	@$(pytest) -q -rs -m wheels tests/release --timeout 1200
 
 # A Python that all users may run. What is built is a copy, so that root leaves nothing here.

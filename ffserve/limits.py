@@ -2,9 +2,10 @@
 
 What one message may carry is part of the protocol and stands in `protocol.py`; times are where they
 are used. What would exceed a limit waits, gives way, or is refused; the note of each limit says
-which. Users share some things by a rule instead of a number: a user may have OTHERS_SHARE = 4 times
-what no user has (`server/users/shares.py`), so one user alone gets four fifths. Administrators have
-the limit of all users.
+which. A user is a uid, in whatever namespaces its processes are (`server/users/peers.py: Account`).
+Users share some things by a rule instead of a number: a user may have OTHERS_SHARE = 4 times what
+no user has (`server/users/shares.py`), so one user alone gets four fifths. Administrators have the
+limit of all users.
 
 **Memory.** A user can make the daemon hold, beside samples in the arena, at most the sum of
 
@@ -17,10 +18,13 @@ the limit of all users.
   LEAST_PREPARED_SIZE);
 - bytes on their way from origins, FETCH_SIZE for each of ORIGIN_THREADS requests to each of
   MOST_ORIGINS: 4 GiB;
-- tables of open files, 32 bytes per sample, which have no limit per user (docs/SECURITY.md).
+- tables of open files, TABLE_SAMPLE_SIZE bytes per sample, and of files that are closed while their
+  samples are kept: four fifths of 1 part in TABLES_SHARE of the arena (at least of
+  LEAST_TABLES_SIZE, at most of half the memory beside the arena). Of these, MOST_UNBACKED may be
+  tables of files with holes, which cost their owner nothing.
 
-With an arena of 64 GiB that is 160 MiB + 12.8 GiB + 12.8 GiB at the very most, and 4 GiB with
-remote files. In the arena, leases of one user pin at most four fifths of 1 part in LEASED_SHARE:
+With an arena of 64 GiB that is 160 MiB + 3 times 12.8 GiB at the very most, and 4 GiB with remote
+files. In the arena, leases of one user pin at most four fifths of 1 part in LEASED_SHARE:
 two fifths.
 
 **Descriptors.** With a limit of N on open files (RLIMIT_NOFILE), the daemon opens
@@ -28,7 +32,8 @@ two fifths.
 - shards: SHARDS_PART = 3/4 of N; half of these for one user;
 - second descriptors of shards, and MOST_DOMAINS domains with 3 each: EXTRA_PART = 1/8 of N; what
   domains need beyond it is taken from the shards;
-- sessions: SESSIONS_PART = 1/4 of N, RESERVED_SESSIONS among them; four fifths for one user;
+- sessions: SESSIONS_PART = 1/4 of N, RESERVED_SESSIONS among them; four fifths for one user; and
+  MOST_USER_NAMESPACES of each user's containers;
 - memory files of prepared samples: 1 part in MEMORY_FILES_SHARE of N; four fifths for one user;
 - what OPENs pass until it is open or closed: 1 part in PASSED_SHARE of N for each of
   USER_OPENINGS, and MOST_CLOSING that are being closed, for each user;
@@ -38,8 +43,9 @@ This is more than N. The parts are limits and not reservations: with many sessio
 shards, and an OPEN that finds no descriptor closes idle shards or fails with a hint.
 
 **Threads.** For each user USER_OPENINGS that open files (ASKED_AT_ONCE each for remote files),
-CLOSING_THREADS, one that explains damaged samples, one that reads samples a second time, one that
-copies prepared samples, and ORIGIN_THREADS for each of MOST_ORIGINS. For all users, BLOCK_THREADS.
+MOST_SCANS of them for damaged files, CLOSING_THREADS, one that explains damaged samples, one that
+reads samples a second time, one that copies prepared samples, and ORIGIN_THREADS for each of
+MOST_ORIGINS. For all users, BLOCK_THREADS.
 
 **Disk.** The store takes at most `store.limit`. Of that, the state of one object has at most 1 part
 in OVERHEAD_SHARE, and an announced order fetches at most MOST_FETCHED_AHEAD before it is used.
@@ -75,12 +81,18 @@ MOST_USER_CLAIMED = 1 << 18
 """Samples that the user has claimed or waits for, in all sessions; beyond, nothing is shared."""
 MOST_USER_DOMAINS = 64
 """Domains of one user, who can make any number of namespaces; beyond, an OPEN fails."""
+MOST_USER_NAMESPACES = 256
+"""Mount namespaces that are told apart for one user, with a descriptor each; each connection from a
+further one counts as a namespace of its own."""
 NAMESPACE_OPENINGS, USER_OPENINGS = 4, 16
 """OPENs that are carried out at once for the processes of a user in one mount namespace, and for
 the user in all namespaces, of which there may be any number; further ones wait. Each has a thread,
 or one for each of ASKED_AT_ONCE remote files, and the descriptors of a message."""
 ASKED_AT_ONCE = 16
 """Objects of one OPEN that are looked up, or whose tables are read, at the same time."""
+MOST_SCANS = 1
+"""Tolerant scans of one user at once, which search damaged files for intact records; further ones
+wait."""
 MOST_ORIGINS = 64
 """Origins of which the user has objects open at a time; a further one fails. Each has threads."""
 CLOSING_THREADS = 4
@@ -170,6 +182,21 @@ PREPARED_SHARE, LEAST_PREPARED_SIZE = 4, 1 << 30
 """Prepared samples need no file, but tables. These take at most 1 part in PREPARED_SHARE of the
 arena's size, or LEAST_PREPARED_SIZE, if each sample takes PREPARED_SAMPLE_SIZE bytes."""
 PREPARED_SAMPLE_SIZE = 32
+TABLES_SHARE, LEAST_TABLES_SIZE = 4, 1 << 30
+"""Tables of files take at most 1 part in TABLES_SHARE of the arena's size, or LEAST_TABLES_SIZE,
+and at most half of the memory beside the arena; a further file is refused. That is enough for 13
+million samples of one user with the smallest arena."""
+TABLE_SAMPLE_SIZE, OPENING_SAMPLE_SIZE = 32, 32
+"""Bytes of tables for a sample: while its file is open, and besides while it is being opened."""
+TABLES_PER_BYTE = 64
+"""A byte of a file that is stored accounts for this many bytes of tables; an honest sample takes
+one byte at least, even where the file system compresses."""
+MOST_UNBACKED = 64 << 20
+"""Bytes of tables of one user for which no bytes of the files account; a further file is
+refused."""
+SCANNED_ALLOWED, SCANNED_PER_BYTE = 2 << 30, 16
+"""A scan reads SCANNED_ALLOWED bytes of a file, and SCANNED_PER_BYTE for each byte that is stored;
+then the file is refused, since it consists of holes."""
 LEASED_SHARE = 2
 """All leases together pin at most 1 part in LEASED_SHARE of the arena; beyond, clients copy."""
 LEASED_SLABS = 3 / 4
@@ -201,8 +228,9 @@ MOST_COUNTED_JOBS = 1024
 """Jobs whose reads are counted."""
 MOST_SLOW_FILES = 256
 """Files with slow reads that are remembered, the latest ones."""
-MOST_DISTRUSTED = 1024
-"""Preparations that are remembered for not being deterministic."""
+MOST_USER_DISTRUSTED, MOST_DISTRUSTED = 1024, 1 << 15
+"""Preparations of one user, and of all users, that are remembered for not being deterministic.
+Beyond, the user's oldest one is forgotten, or the oldest one of the user who has most."""
 MOST_LOG_KEYS = 1024
 """Files, users and devices of which repeated log lines are counted apart; beyond, together."""
 MOST_LOG_LINES, MOST_LOG_LINE = 100, 500

@@ -20,7 +20,7 @@ from typing import Any
 
 from ffserve.client import public as client
 from ffserve.disk.output import write_error
-from ffserve.errors import FFServeError, ServerUnavailable
+from ffserve.errors import FFServeError, ServerUnavailable, printable
 
 START_TIMEOUT_S = 20.0
 POLL_S = 0.02
@@ -80,6 +80,20 @@ def command(module: str, interpreter: str | None = None) -> list[str]:
     return [interpreter or sys.executable, "-c", program]
 
 
+def failed(what: str, text: str) -> FFServeError:
+    """Return the error of a program that failed: its last line. All that it has written, such as a
+    traceback, goes to standard error.
+
+    Args: what: that it failed, and with which exit code. text: its output.
+    """
+    lines = [printable(line) for line in text.strip().splitlines()]
+    if len(lines) > 1:
+        print(
+            f"{what}; it has written:", *(f"  {each}" for each in lines), sep="\n", file=sys.stderr
+        )
+    return FFServeError(f"{what}: {lines[-1] if lines else 'no output'}")
+
+
 class Daemon:
     """A running daemon: its socket, its process and its status."""
 
@@ -98,7 +112,8 @@ class Daemon:
     def status(self) -> dict[str, Any]:
         """Return the daemon's status.
 
-        Raises: FFServeError with the daemon's log when it has ended; ServerUnavailable.
+        Raises: FFServeError when it has ended, whose log goes to standard error;
+            ServerUnavailable.
         """
         try:
             return self._ask(self.socket)
@@ -106,10 +121,7 @@ class Daemon:
             if self.process.poll() is None:
                 raise
         with open(self._log_path, errors="replace") as log:
-            text = log.read().strip()
-        raise FFServeError(
-            f"the daemon ended with code {self.process.returncode}: {text or 'no output'}"
-        )
+            raise failed(f"the daemon ended with code {self.process.returncode}", log.read())
 
     def await_start(self) -> None:
         """Return when the daemon answers."""
@@ -156,7 +168,7 @@ def daemon(
         program: the command `ffserve`; by default that of this process.
         ask: returns the status of the daemon at a socket.
         before_exec: called in the child process, for example to join a cgroup.
-    Raises: FFServeError with the daemon's log when it does not start.
+    Raises: FFServeError when it does not start; its log goes to standard error.
     """
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="ffserve-daemon-"))

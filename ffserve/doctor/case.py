@@ -24,13 +24,13 @@ from ffserve.config import CONFIG_PATH, LIVE, ServerConfig, load_config
 from ffserve.doctor import probe
 from ffserve.doctor.probe import Answer
 from ffserve.errors import AccessDenied, FFServeError
+from ffserve.system.capabilities import CAP_IPC_LOCK, CAP_SYS_ADMIN, has_capability
 from ffserve.system.machine_memory import usable_memory
 from ffserve.system.socket_path import MAX_SOCKET_PATH, SYSTEM_SOCKET, Credentials, find_socket
 
 UNITS = ("/etc/systemd/system", "/usr/local/lib/systemd/system", "/usr/lib/systemd/system")
 UNLIMITED = 1 << 62
 CONNECT_TIMEOUT_S = 2
-_CAP_IPC_LOCK, _CAP_SYS_ADMIN = 14, 21
 
 Level = Literal["error", "warning"]
 
@@ -72,7 +72,7 @@ class Host:
         """Return this machine."""
         # A container that may administer the machine gets the commands of the machine.
         bounds = re.search(r"^CapBnd:\t(.*)$", text_in("/proc/self/status"), re.MULTILINE)
-        rights = bounds is not None and int(bounds[1], 16) >> _CAP_SYS_ADMIN & 1
+        rights = bounds is not None and int(bounds[1], 16) >> CAP_SYS_ADMIN & 1
         marks = {
             "kubernetes": "KUBERNETES_SERVICE_HOST" in os.environ,
             "podman": os.path.exists("/run/.containerenv"),
@@ -173,15 +173,14 @@ class Process:
         if not limits or not status:
             return None
         facts = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
-        capabilities = int(facts["CapEff"], 16)
         units = re.findall(r"/(ffserve[^/\n]*\.service)", text_in(f"{place}/cgroup"))
         return cls(
             pid,
             int(facts["Uid"].split()[1]),
             _limit(limits, "Max open files", 1),
             _limit(limits, "Max locked memory", 0),
-            bool(capabilities >> _CAP_IPC_LOCK & 1),
-            bool(capabilities >> _CAP_SYS_ADMIN & 1),
+            has_capability(CAP_IPC_LOCK, status=status),
+            has_capability(CAP_SYS_ADMIN, status=status),
             facts.get("Seccomp") == "2",
             facts["State"][0] in "Tt",
             facts.get("THP_enabled") != "0",

@@ -59,7 +59,7 @@ def read(
         UsageError: an invalid argument, or Ray is not installed.
     Cost:    without a schema one pass over all records in this process.
     """
-    return _module("reading").read(
+    return _module("datasource").read(
         [paths] if isinstance(paths, (str, os.PathLike)) else list(paths),
         format,
         record_type,
@@ -103,7 +103,7 @@ def write(
     Raises:  FFServeError: the path exists, a value cannot be written, or the disk is full; with row
         (of a task) and column. UsageError: an invalid argument, or Ray is not installed.
     """
-    _module("writing").write(
+    _module("datasink").write(
         dataset,
         path,
         format,
@@ -120,7 +120,7 @@ def skipped() -> int:
 
     It counts the tasks of this program. A task that ran twice may count twice.
     """
-    return int(_module("reading").skipped())
+    return int(_module("datasource").skipped())
 
 
 def _module(name: str) -> ModuleType:

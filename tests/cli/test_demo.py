@@ -17,6 +17,9 @@ from typing import Any
 import pytest
 from daemon import until
 
+from ffserve.bench import child_processes
+from ffserve.errors import FFServeError
+
 EPOCHS = 2
 
 
@@ -156,6 +159,21 @@ def test_a_demo_whose_daemon_dies_reports_it_and_leaves_nothing(tmp_path: Path) 
     assert "the daemon ended with code -9" in error
     assert "Traceback" not in error.partition("the training job failed")[0]
     assert_nothing_left(place)
+
+
+def test_the_traceback_of_a_daemon_that_dies_at_its_start_is_written_as_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = [sys.executable, "-c", "def start():\n    raise RuntimeError('broken')\nstart()"]
+    with (
+        pytest.raises(FFServeError, match=r"^the daemon ended with code 1: RuntimeError: broken$"),
+        child_processes.daemon([str(tmp_path)], 16 << 20, program=program),
+    ):
+        pass
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "the daemon ended with code 1; it has written:"
+    assert lines[1].strip() == "Traceback (most recent call last):"
+    assert lines[-1].strip() == "RuntimeError: broken" and len(lines) >= 5
 
 
 def children(parent: int) -> list[int]:

@@ -526,6 +526,19 @@ def test_no_descriptor_is_free_for_the_daemons_memory(doctor: Doctor, daemon: Da
     assert diagnosis.commands("memory-unmapped") == "ulimit -n $(ulimit -Hn)"
 
 
+def test_the_daemon_and_the_doctor_agree_about_locked_memory(doctor: Doctor) -> None:
+    """CAP_IPC_LOCK, which root has, lifts the limit."""
+    for uid, amount in ((0, "any amount"), (ALICE, "8.00 MiB")):
+        box = Container(users=None, namespaces=(), uid=uid, limits=(("RLIMIT_MEMLOCK", 8 << 20),))
+        daemon = Daemon()
+        daemon.directory.chmod(0o777)
+        put_inside(daemon, box)
+        with started(daemon):
+            assert f"{amount} of locked memory" in daemon.log.read_text()
+            text = doctor.run("--socket", daemon.socket).text
+            assert re.search(f"locked memory +{amount}\n", text), text
+
+
 def test_a_daemon_with_slow_settings(doctor: Doctor) -> None:
     with serving(options=["--engine", "threads"]) as daemon:
         diagnosis = found(doctor("--socket", daemon.socket), "engine-chosen")
@@ -578,6 +591,25 @@ def test_a_daemon_of_another_user_with_low_limits(doctor: Doctor, place: Path) -
         diagnosis = doctor(path, "--socket", daemon.socket)
         assert "data-file-system" in diagnosis.findings
         assert "--file-system fuse" in diagnosis.commands("data-file-system")
+
+
+@pytest.mark.check
+def test_little_locked_memory_is_not_blamed_on_seccomp(doctor: Doctor) -> None:
+    """Linux 6.14 and later count rings again."""
+    container.seccomp()
+    limits = (("RLIMIT_MEMLOCK", 64 << 10),)
+    box = Container(users=None, namespaces=(), uid=ALICE, limits=limits, denied=("acct",))
+    refused = r"io_uring is not used \(too little memory may be locked .*\): .*"
+    daemon = Daemon(options=["--socket-mode", "0666"], expect=[refused])
+    daemon.directory.chmod(0o777)
+    put_inside(daemon, box)
+    with started(daemon):
+        diagnosis = found(doctor("--socket", daemon.socket), "locked-memory")
+        assert "may lock 64.0 KiB of memory" in diagnosis.text
+        engine = daemon.status()["engine"]
+        assert engine["refused"] == "too little memory may be locked (see ulimit -l)"
+        if engine["kind"] not in ("registered", "uring"):
+            assert f"io_uring needs more, so the daemon (pid {daemon.pid}) reads" in diagnosis.text
 
 
 def test_a_daemon_in_a_pid_namespace_of_its_own(doctor: Doctor) -> None:

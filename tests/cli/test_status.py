@@ -110,6 +110,26 @@ def test_a_title_that_is_no_short_text_is_refused(daemon: Daemon, about: dict[st
     assert isinstance(error, ProtocolError) and f"{next(iter(about))} is not a text" in str(error)
 
 
+def test_jobs_that_have_ended_are_one_line_below_those_that_run(path: str) -> None:
+    with serving() as daemon, Raw(daemon.socket, job="running") as raw:
+        raw.open(path)
+        for number in range(9):
+            with Raw(daemon.socket, job=f"over {number}") as ended:
+                ended.open(path)
+        until(lambda: daemon.status()["clients"]["sessions"] == 2, "they have ended")
+        lines = text_of("status", "--socket", daemon.socket).splitlines()
+        assert sum("running" in line for line in lines) >= 2
+        (line,) = [line for line in lines if "over " in line]
+        names = "over 8 0 s ago, over 7 0 s ago, over 6 0 s ago"
+        assert re.sub(r"[\d.]+ s ago", "0 s ago", line) == (
+            f"ended: {names}, and 6 more (--all shows them)"
+        )
+        everything = text_of("status", "--all", "--socket", daemon.socket)
+        assert all(everything.count(f"over {number}") == 2 for number in range(9))
+        first = everything.index("over 8")
+        assert everything.index("running") < first < everything.index("over 0")
+
+
 @pytest.mark.check
 def test_errors_are_red_and_slow_files_and_the_log_are_shown(tmp_path: Path) -> None:
     path, chunks = (write(tmp_path / name, TRUTH) for name in ("a.ffr", "a.recordio"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import struct
 import subprocess
@@ -552,6 +553,54 @@ def test_a_user_may_have_half_of_the_daemons_files(folder: Path) -> None:
         assert "may have 90 files open" in reads(few, daemon, ALICE)
         with daemon.open(few) as reader:
             assert len(reader) == 100
+
+
+@pytest.mark.check
+def test_a_user_had_half_of_the_daemons_files_in_each_mount_namespace(folder: Path) -> None:
+    """So one user had all of them, and others could open none."""
+    few = folder / "namespaces"
+    few.mkdir()
+    for user in ALICE, BOB:
+        (few / str(user)).mkdir()
+        for k in range(30 if user == ALICE else 40):
+            path = write(few / str(user) / f"{k:03}.ffr", [b"x"])
+            os.chown(path, user, user)
+            os.chmod(path, 0o600)
+    program = f"""
+import ctypes
+from pathlib import Path
+pipe, refused = os.pipe(), []
+os.setresuid(0, 0, 0)
+for k in range(5):
+    if os.fork() == 0:
+        assert ctypes.CDLL(None).unshare(0x00020000) == 0
+        os.setgid({ALICE}); os.setuid({ALICE})
+        paths = sorted(map(str, Path(sys.argv[1]).glob("{ALICE}/*.ffr")))
+        try:
+            reader = ffserve.open(paths, server=sys.argv[2])
+            os.write(pipe[1], b"+")
+        except ffserve.ReadError as error:
+            assert "files open in the daemon, half of its own" in str(error), error
+            os.write(pipe[1], b"-")
+        import signal
+        signal.pause()
+    refused.append(os.read(pipe[0], 1))
+print(b"".join(refused).decode(), flush=True)
+sys.stdin.read()
+"""
+    program = "import os, sys, ffserve, ffserve.reader\n" + program
+    patch = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (240, 240))"
+    with serving(patch=patch, options=["--socket-mode", "0666"]) as daemon:
+        words = [sys.executable, "-c", program, str(few), daemon.socket]
+        with subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        ) as attack:
+            assert attack.stdout is not None
+            try:
+                assert re.fullmatch(r"\+{2,3}-+\n", attack.stdout.readline())
+                assert reads(few / str(BOB), daemon, BOB) == (b"x" * 40).hex()
+            finally:
+                os.killpg(attack.pid, 9)
 
 
 def test_a_daemon_without_descriptors_says_so(folder: Path) -> None:

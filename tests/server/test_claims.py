@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ffserve.cache.tables import Directory
+from ffserve.limits import MOST_DISTRUSTED, MOST_USER_DISTRUSTED
 from ffserve.protocol import ELSEWHERE, READABLE, UNSHARED, YOURS
 from ffserve.server.files.preparations import Preparation, Preparations
 from ffserve.server.prepared.claims import CLAIM_S, Claims, WaitingClaim
@@ -201,6 +202,21 @@ def test_what_is_not_deterministic_is_remembered() -> None:
     del one
     assert not known.obtain(owner, b"k", "n").trusted
     assert known.obtain(owner, b"l", "n").trusted
+
+
+def test_one_user_had_all_preparations_that_are_not_deterministic_forgotten() -> None:
+    known, honest = Preparations(), (1, 0)
+    known.distrust(known.obtain(honest, b"k", "n"))
+    for namespace in range(4):
+        for number in range(MOST_USER_DISTRUSTED):
+            known.distrust(known.obtain((2, namespace), b"%d" % number, "n"))
+    assert not known.obtain(honest, b"k", "n").trusted
+    assert known.obtain((2, 0), b"0", "n").trusted, "the user's own are forgotten, the oldest first"
+    for user in range(3, 50):
+        for number in range(MOST_USER_DISTRUSTED):
+            known.distrust(known.obtain((user, 0), b"%d" % number, "n"))
+    assert not known.obtain(honest, b"k", "n").trusted
+    assert len(known.all) <= MOST_DISTRUSTED + 1
 
 
 def test_samples_that_cost_nothing_ended_the_daemon() -> None:

@@ -21,6 +21,7 @@ from daemon import Daemon
 import ffserve
 from ffserve.config import load_config, parse_size
 from ffserve.engine import io
+from ffserve.limits import OWN_SIZE
 
 ROOT = Path(__file__).parents[2]
 PLACE = ROOT / "docs" / "kubernetes"
@@ -121,6 +122,38 @@ def test_helm_finds_no_fault_in_the_chart(values: dict[str, Any]) -> None:
 def test_a_wrong_value_is_refused(wrong: dict[str, Any]) -> None:
     _, manifests = rendered(wrong)
     assert next(iter(wrong)) in manifests["error"]
+
+
+@helm
+@pytest.mark.parametrize(
+    ("arena", "memory", "fits"),
+    [
+        ("16GiB", "16Gi", False),
+        ("64GiB", "18Gi", False),
+        ("16GiB", "17G", False),
+        ("1.5 TiB", "1Ti", False),
+        ("16GiB", f"{(16 << 10) + (OWN_SIZE >> 20) - 1}Mi", False),
+        ("16GiB", f"{(16 << 10) + (OWN_SIZE >> 20)}Mi", True),
+        ("16GB", "16Gi", True),
+        ("16G", "18G", True),
+        ("512MiB", "1Gi", True),
+    ],
+)
+def test_an_arena_above_the_limit_of_the_pod_is_refused(
+    arena: str, memory: str, fits: bool
+) -> None:
+    _, manifests = rendered({"arena": arena, "memory": memory})
+    assert ("error" not in manifests) == fits, manifests
+    assert fits or f"an arena of {arena} does not fit into memory: {memory}" in manifests["error"]
+
+
+@helm
+@pytest.mark.parametrize(
+    "config", ["depth = ", 'common = "user', "[store", 'arena = "1GiB"', "a = 1\na = 2"]
+)
+def test_settings_that_are_no_toml_are_refused(config: str) -> None:
+    _, manifests = rendered({"config": config})
+    assert "config is not valid" in manifests["error"]
 
 
 @helm

@@ -29,6 +29,7 @@ from ffserve.errors import BY_CODE, ChecksumError, UsageError
 from ffserve.server.reading.statistics import BOUNDS_S, Histogram
 
 parser = pytest.importorskip("prometheus_client.openmetrics.parser")
+classic = pytest.importorskip("prometheus_client.parser")
 
 
 ROOT = Path(__file__).parents[2]
@@ -181,7 +182,7 @@ def job_labels(found: dict[str, Series]) -> set[str]:
         for series in found.values()
         for labels in series
         for name, value in labels
-        if name in {"job", "user", "namespace"}
+        if name in {"ffserve_job", "number", "user", "namespace"}
     }
 
 
@@ -230,8 +231,42 @@ def test_clients_cannot_make_more_series_than_are_bounded(path: str) -> None:
         series = found["ffserve_job_sessions"]
         assert len(series) in (limits.MOST_SERIES_JOBS, limits.MOST_SERIES_JOBS - 1)
         for labels in series:
-            assert len(dict(labels)["job"]) <= limits.MOST_LABEL
-            assert "\n" not in dict(labels)["job"]
+            for name in ("ffserve_job", "number"):
+                assert len(dict(labels)[name]) <= limits.MOST_LABEL
+                assert "\n" not in dict(labels)[name]
+
+
+def test_jobs_have_the_names_that_they_gave_themselves_and_no_label_of_prometheus(
+    path: str,
+) -> None:
+    with measured("--http-jobs", "all") as (daemon, address), contextlib.ExitStack() as stack:
+        for name, title in (("1", "resnet"), ("2", "resnet"), ("3", "")):
+            stack.enter_context(Raw(daemon.socket, job=name, title=title)).open(path)
+        found = scrape(address)
+    series = [dict(labels) for labels in found["ffserve_job_sessions"]]
+    jobs = sorted((each["number"], each["ffserve_job"]) for each in series)
+    assert jobs == [("1", "resnet"), ("2", "resnet"), ("3", "3")]
+    labels = {name for series in found.values() for each in series for name, _ in each}
+    assert not labels & {"job", "instance"}, "Prometheus renames them to exported_*"
+
+
+def test_a_scraper_gets_the_format_that_it_accepts(path: str) -> None:
+    old = "text/plain; version=0.0.4; charset=utf-8"
+    prometheus = (
+        "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.1"
+    )
+    with measured() as (daemon, address), daemon.open(path) as reader:
+        reader.read(range(COUNT))
+        for accept in ("text/plain; version=0.0.4", "text/plain;version=0.0.4,*/*;q=0.1"):
+            status, kind, text = ask(address, accept=accept)
+            assert (status, kind) == (200, old)
+            families = list(classic.text_string_to_metric_families(text))
+            samples = {each.name: each.value for family in families for each in family.samples}
+            assert samples["ffserve_misses_total"] == COUNT and samples["ffserve_build_info"] == 1
+            assert "# EOF" not in text
+        for accept in ("", "*/*", "application/openmetrics-text", prometheus):
+            assert ask(address, accept=accept)[1].startswith("application/openmetrics-text")
+            parse(ask(address, accept=accept)[2])
 
 
 # ---------------------------------------------------------------- health
@@ -441,7 +476,8 @@ def test_a_port_that_the_service_manager_passes_is_served(tmp_path: Path, path: 
 # ---------------------------------------------------------------- dashboard and alerts
 
 MONITORING = ROOT / "docs" / "monitoring"
-NAME = re.compile(r"\b(?:ffserve|process)_\w+\b")
+NAME = re.compile(r"\b(?:ffserve|process)_\w+\b(?<!\bffserve_job)")
+"""A series, not the label `ffserve_job`."""
 
 
 def names_of_series() -> set[str]:

@@ -16,6 +16,7 @@ import pytest
 from daemon import Daemon, Raw, damage, run_python, sample, until, write
 from http_daemon import ask, connection_to, measured, measured_unix
 
+from ffserve import limits
 from ffserve.errors import ChecksumError
 
 pytest.importorskip("h11")
@@ -136,6 +137,24 @@ def test_strangers_see_totals_only(path: str) -> None:
         assert not any(lists.values()) and not event["names"]
         text = json.dumps(event)
         assert path not in text and daemon.socket not in text
+
+
+def test_jobs_that_run_come_before_those_that_have_ended(path: str) -> None:
+    with (
+        measured("--http-jobs", "all", patch=FAST) as (daemon, address),
+        Raw(daemon.socket, job="runs") as running,
+    ):
+        running.open(path)
+        for number in range(2 * limits.MOST_PAGE_JOBS):
+            with Raw(daemon.socket, job=f"job {number}") as raw:
+                raw.open(path)
+        until(lambda: daemon.status()["clients"]["sessions"] == 2, "the others have ended")
+        with watching(address) as answer:
+            event = next_event(answer)
+    assert len(event["jobs"]) == limits.MOST_PAGE_JOBS
+    assert [job["has_ended"] for job in event["jobs"][:2]] == [False, True]
+    assert event["jobs"][1]["number"] == f"job {2 * limits.MOST_PAGE_JOBS - 1}", "the last to end"
+    assert event["ended"] == 2 * limits.MOST_PAGE_JOBS, "more than the page has"
 
 
 def test_names_of_clients_are_data_and_nothing_else(shown: tuple[Daemon, str, str]) -> None:

@@ -15,9 +15,11 @@ import pytest
 from daemon import Daemon, client, run_python, serving, until, write
 
 import ffserve
+from ffserve import limits
 from ffserve.config import ServerConfig
 from ffserve.limits import MOST_USER_DOMAINS
 from ffserve.server.sessions.state import ServerState
+from ffserve.server.users.peers import HOST, OWN, account_of
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users")
 
@@ -477,3 +479,47 @@ def test_one_user_cannot_take_all_domains() -> None:
         state.domains.obtain((1000, MOST_USER_DOMAINS))
     assert state.domains.obtain((1001, 1)) is not state.domains.obtain(None)
     state.close()
+
+
+def test_a_user_had_a_share_of_all_tables_in_each_mount_namespace() -> None:
+    state = ServerState(ServerConfig(arena_size_bytes=16 * MIB))
+    most = limits.LEAST_PREPARED_SIZE // limits.PREPARED_SAMPLE_SIZE
+    held, more = most * 78 // 100, most * 15 // 100
+    state.domains.obtain_for((1000, 1), held).prepared_count = held
+    with pytest.raises(ffserve.ReadError, match=f"user 1000 has {held} prepared samples"):
+        state.domains.obtain_for((1000, 2), more)
+    assert state.domains.obtain_for((1001, 2), more)
+    state.close()
+
+
+def test_limits_count_a_user_once_in_whatever_namespace() -> None:
+    assert account_of((1000, 5)) == account_of((1000, 7)) != account_of((1001, 5))
+    # The root of a container is no administrator, and shares nothing of one.
+    assert account_of((0, OWN)) == account_of((0, HOST)) != account_of((0, 5))
+    assert account_of((0, 5)) == account_of((0, 6))
+
+
+@pytest.mark.check
+def test_a_taken_name_of_a_job_was_told() -> None:
+    """The second job of a name was called `name (uid)`, so users learned the names of others."""
+    status = """
+from ffserve.client.daemon import connection
+print([job["name"] for job in connection.status(sys.argv[1])["jobs"]])
+"""
+    named = AS_USER + "from ffserve.client.daemon import connection\nconnection.join_job('name')\n"
+    named = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1] / 'support')!r})\n{named}"
+    )
+    with daemon_of() as running:
+        shared = public(running.directory, "shared.ffr", 2)
+        with (
+            client(named + HOLD, ALICE, "", running.socket, shared),
+            client(named + HOLD, BOB, "", running.socket, shared),
+        ):
+            for user in ALICE, BOB:
+                assert as_user(user, status, running.socket) == "['name']"
+            facts = running.status()
+            names = {f"name ({user})" for user in (ALICE, BOB)}
+            assert {job["name"] for job in facts["jobs"]} == names
+            assert {row["job"] for row in facts["progress"]} == names
+            assert set(facts["groups"][0]["jobs"]) == names

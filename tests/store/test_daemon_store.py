@@ -19,12 +19,17 @@ from origins import HttpOrigin, http_origin
 
 import ffserve
 from ffserve import protocol
+from ffserve.cache.jobs import JobProgress
+from ffserve.cache.orders import AnnouncedOrder
 from ffserve.client import failover
+from ffserve.config import ServerConfig
 from ffserve.errors import AccessDenied, FFServeError, ReadError
 from ffserve.server.files.remote import RemoteShard
 from ffserve.server.reading import fetches
+from ffserve.server.sessions.state import ServerState
+from ffserve.store.credentials import Access
 from ffserve.store.directory import Store
-from ffserve.store.fetching import identity_of
+from ffserve.store.fetching import Fetcher, identity_of
 from ffserve.store.origin import ObjectVersion
 
 pytest.importorskip("fsspec")
@@ -383,6 +388,44 @@ def test_what_somebody_edited_in_the_store_is_fetched_again(
         check(url, samples)
 
 
+@pytest.mark.parametrize("kind", [0, 1, 3])
+def test_blocks_that_came_damaged_are_fetched_again_once(
+    origin: HttpOrigin, tmp_path: Path, kind: int
+) -> None:
+    format, options = FORMATS[kind]
+    samples = [random.Random(k).randbytes(9000) for k in range(100)]
+    url = served(origin, tmp_path, samples, "a.data", format, **options)
+    content = origin.files["a.data"]
+    place = len(content) // 2 + 4000  # in a payload
+    origin.wrong[place] = 1
+    came_damaged = r"store: block \d+ of .* had come damaged"
+    with serving(**daemon_options(tmp_path, expect=[came_damaged])) as daemon:
+        with daemon.open(url) as reader:
+            assert plain(reader.read(range(100))) == samples
+        assert origin.wrong == {place: 0}
+        assert origin.total <= len(content) + 2 * BLOCK  # its sample lies in one block, or two
+
+
+@pytest.mark.parametrize("kind", [0, 3])
+def test_a_block_that_is_damaged_at_the_origin_is_asked_for_twice_and_no_more(
+    origin: HttpOrigin, tmp_path: Path, kind: int
+) -> None:
+    format, options = FORMATS[kind]
+    samples = [random.Random(k).randbytes(9000) for k in range(100)]
+    url = served(origin, tmp_path, samples, "a.data", format, **options)
+    content = bytearray(origin.files["a.data"])
+    content[len(content) // 2 + 4000] ^= 1  # in a payload
+    origin.put("a.data", bytes(content))
+    with serving(**daemon_options(tmp_path, expect=["sample .*", ".*checksum.*"])) as daemon:
+        for _ in range(2):
+            with daemon.open(url) as reader:
+                for _ in range(3):
+                    got = reader.read(range(100), errors="return")
+                    bad = [k for k, sample in enumerate(got) if isinstance(sample, FFServeError)]
+                    assert 0 < len(bad) < 100
+        assert origin.total <= len(content) + 2 * BLOCK
+
+
 def test_without_a_daemon_that_has_a_store_ranges_are_read_and_it_is_said_once(
     origin: HttpOrigin, tmp_path: Path, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -506,6 +549,45 @@ def test_a_store_that_cannot_be_used_stops_the_daemon(tmp_path: Path) -> None:
             capture_output=True, text=True, timeout=60,
         )  # fmt: skip
         assert done.returncode != 0 and str(place) in done.stderr, done
+
+
+def test_what_one_user_announced_was_fetched_with_the_keys_of_another(
+    origin: HttpOrigin, tmp_path: Path
+) -> None:
+    """In a common place, where they share the object."""
+    store = Store(str(tmp_path / "blocks"), 1 << 30, BLOCK)
+    fetcher = Fetcher(store)
+    origin.put("a", bytes(4 * BLOCK))
+    known = identity_of(f"{origin.url}/a")
+    owners = (1001, 0), (1002, 0)
+    objects = {
+        owner: fetcher.open(
+            known, access=Access(json.dumps({"http": {"headers": {"X-Who": str(owner[0])}}}))
+        )
+        for owner in owners
+    }
+    firsts = np.arange(4, dtype=np.int32)
+    remote = RemoteShard(objects[owners[0]].stored, objects, firsts, firsts)
+    for owner in owners:
+        assert remote.object_for([(7, 7), owner]) is objects[owner]
+    with pytest.raises(ReadError, match="have closed it"):
+        remote.object_for([(7, 7)])
+    arena = ServerState(ServerConfig(arena_size_bytes=16 << 20))
+    parts = fetcher, arena.memory.table, arena.memory.directory
+    looking = fetches.Fetches(*parts, lambda load: None)
+    progress = JobProgress("job", 4, 0, 4)
+    pieces: list[Any] = [np.arange(4, dtype=np.uint32)]
+    progress.orders[0] = AnnouncedOrder(4, 0, np.ones(4, np.uint8), pieces, None)
+    looking.add(0, remote)
+    looking._followers[progress] = {owners[1]: None}
+    looking.look_ahead(progress, [0], 1.0)
+    until(lambda: origin.sent["a"] == 4 * BLOCK, "all is fetched ahead")
+    assert set(origin.who) == {"1002"}
+    looking.close()
+    for each in objects.values():
+        fetcher.close(each)
+    arena.close()
+    store.abandon()
 
 
 def test_next_uses_of_blocks_are_those_of_their_samples(tmp_path: Path) -> None:

@@ -32,10 +32,12 @@ def connection_to(address: str) -> http.client.HTTPConnection:
     return http.client.HTTPConnection(host, int(port), timeout=DEADLINE_S)
 
 
-def ask(address: str, path: str = "/metrics", method: str = "GET") -> tuple[int, str, str]:
+def ask(
+    address: str, path: str = "/metrics", method: str = "GET", accept: str = ""
+) -> tuple[int, str, str]:
     """Return status, content type and body."""
     with contextlib.closing(connection_to(address)) as connection:
-        connection.request(method, path)
+        connection.request(method, path, headers={"Accept": accept} if accept else {})
         answer = connection.getresponse()
         return answer.status, answer.getheader("Content-Type", ""), answer.read().decode()
 

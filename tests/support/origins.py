@@ -40,6 +40,8 @@ class HttpOrigin:
     cuts: int = 1 << 30
     short: int = 0
     """Bytes that are missing at the end of a range, without an error."""
+    wrong: dict[int, int] = field(default_factory=dict)
+    """How often the byte at an offset is sent wrong, each time in another way."""
     rate: float = 0.0
     """Bytes a second, of all answers together; 0: as fast as it can."""
     stalled: threading.Event = field(default_factory=threading.Event)
@@ -53,6 +55,8 @@ class HttpOrigin:
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     """Ranges that were sent as a whole."""
     requests: Counter[str] = field(default_factory=Counter)
+    who: Counter[str] = field(default_factory=Counter)
+    """Requests with a header `X-Who`, by its text."""
     url: str = ""
     _lock: Any = field(default_factory=threading.Lock)
     _due: float = 0.0
@@ -107,6 +111,8 @@ class _Handler(BaseHTTPRequestHandler):
         origin, name = self.origin, unquote(self.path.partition("?")[0]).lstrip("/")
         with origin._lock:
             origin.requests[self.command] += 1
+            if "X-Who" in self.headers:
+                origin.who[self.headers["X-Who"]] += 1
         while origin.stalled.is_set() or (body and name in origin.held):
             time.sleep(0.01)
         if origin.status or time.monotonic() < origin.fail_until:
@@ -143,7 +149,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, name: str, content: bytes, begin: int, end: int) -> None:
         origin, at = self.origin, begin
         while at < end:
-            piece = content[at : min(at + 65536, end)]
+            piece = self._damaged(content[at : min(at + 65536, end)], at)
             if origin.cut_after and origin.cuts > 0 and at - begin >= origin.cut_after:
                 origin.cuts -= 1
                 self.close_connection = True
@@ -164,6 +170,16 @@ class _Handler(BaseHTTPRequestHandler):
                     if at == end:
                         origin.spans.remove((name, begin, end))
                 return
+
+    def _damaged(self, piece: bytes, at: int) -> bytes:
+        with self.origin._lock:
+            for offset, times in self.origin.wrong.items():
+                if times and at <= offset < at + len(piece):
+                    self.origin.wrong[offset] -= 1
+                    changed = bytearray(piece)
+                    changed[offset - at] ^= times
+                    piece = bytes(changed)
+        return piece
 
     def _send_unsized(self, content: bytes, *, body: bool) -> None:
         self.send_response(200)

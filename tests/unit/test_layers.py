@@ -96,6 +96,7 @@ DOORS = {
     "folders": ("cli compat convert package view", "names of packed files; they are packed"),
     "limits": ("doctor", "the bounds of the daemon are compared with those of its process"),
     "server.life.daemon": ("cli", "`serve` runs it"),
+    "server.life.starts": ("cli", "after failed starts the next one waits, before anything else"),
     "server.life.startup": (
         "cli doctor",
         "the daemon's own checks at start are made, and explained",
@@ -104,6 +105,7 @@ DOORS = {
     "server.users.access": ("doctor view", "which files are taken, and who may read them"),
     "store.public": ("arrow cli inputs", "remote files are found, read, copied and written"),
     "store.urls": ("arrow cli compat view", "what is a URL, and how it is shown"),
+    "system.capabilities": ("doctor", "rights of a process are examined"),
     "system.machine_memory": ("doctor", "limits of memory are examined"),
     "system.memfd": ("doctor", "shared memory is tried"),
     "system.parallel": ("compat convert", "worker processes that report progress"),

@@ -38,8 +38,9 @@ WAITS_CAREFUL, WAITS_WRONG = 0.2, 0.5
 """A job is marked if it waits for at least this share of its time."""
 NAME_LENGTH, USER_LENGTH = 14, 8
 """The names of jobs and users have at most this many characters in tables."""
-JOBS_SHOWN, ROWS_SHOWN, LINES_SHOWN = 5, 4, 3
-"""`ffserve status` shows at most this many jobs, rows of other tables, and lines of the log."""
+JOBS_SHOWN, ENDED_SHOWN, ROWS_SHOWN, LINES_SHOWN = 5, 3, 4, 3
+"""`ffserve status` shows at most this many jobs, names of jobs that have ended, rows of other
+tables, and lines of the log; all of them with --all."""
 WIDTH = 80
 """The width of a terminal that does not report its own."""
 UNBOUNDED = 10_000
@@ -230,6 +231,13 @@ def jobs_table(jobs: Sequence[JobRow], columns: Sequence[JobColumn] = JOBS) -> T
     return table(heads, ([cell(job) for *_, cell in columns] for job in jobs))
 
 
+def ended_line(jobs: Sequence[JobRow], shown: int) -> Text:
+    """Return the names of the jobs that ended last."""
+    names = [f"{name_of(job).plain} {duration(job.idle_s)} ago" for job in jobs[:shown]]
+    more = f", and {len(jobs) - shown:,} more" if len(jobs) > shown else ""
+    return Text(f"ended: {', '.join(names)}{more} (--all shows them)", QUIET)
+
+
 def origins_table(jobs: Sequence[JobRow]) -> Table:
     """Return where each job comes from, and what it reads."""
     heads = (("job", False), ("pid", True), ("order", False), ("read", True), ("if alone", True))
@@ -362,18 +370,24 @@ def preparations_table(rows: Sequence[PreparationRow]) -> Table:
 # ---- the screen of `ffserve status` ------------------------------------------------------------
 
 
-def print_status(facts: dict[str, Any]) -> None:
-    """Print a REPORT; on a terminal what is too wide is cut. Raises: as `overview`."""
+def print_status(facts: dict[str, Any], *, everything: bool = False) -> None:
+    """Print a REPORT; on a terminal what is too wide is cut.
+
+    Args: everything: all rows, also of jobs that have ended.
+    Raises: as `overview`.
+    """
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size((WIDTH, 24)).columns if terminal else UNBOUNDED
     console = Console(width=width)
     with console.capture() as capture:
-        for part in status_parts(facts, overview(facts)):
+        for part in status_parts(facts, overview(facts), everything=everything):
             console.print(part)
     write_lines(line.rstrip() for line in capture.get().split("\n")[:-1])
 
 
-def status_parts(facts: dict[str, Any], view: Overview) -> list[RenderableType]:
+def status_parts(
+    facts: dict[str, Any], view: Overview, *, everything: bool = False
+) -> list[RenderableType]:
     """Return what is printed, one below the other."""
     totals = view.totals
     parts: list[RenderableType] = [
@@ -387,15 +401,19 @@ def status_parts(facts: dict[str, Any], view: Overview) -> list[RenderableType]:
     ]
 
     def add(rows: Sequence[Row], most: int, *tables: Callable[[Sequence[Row]], Table]) -> None:
-        shown, more = rows[:most], len(rows) - most
+        shown, more = (rows, 0) if everything else (rows[:most], len(rows) - most)
         for table in tables if shown else ():
             parts.extend(("", table(shown)))
         if more > 0:
-            parts.append(Text(f"and {more:,} more (--json shows all)", QUIET))
+            parts.append(Text(f"and {more:,} more (--all shows them)", QUIET))
 
     # Clients that opened no data set, such as this command, are no jobs.
-    add(view.jobs, JOBS_SHOWN, jobs_table, origins_table)
-    waiting = [job for job in view.jobs[:JOBS_SHOWN] if job.waited >= WAITED]
+    ended = [job for job in view.jobs if job.has_ended]
+    jobs = view.jobs if everything else [job for job in view.jobs if not job.has_ended]
+    add(jobs, JOBS_SHOWN, jobs_table, origins_table)
+    if ended and not everything:
+        parts += ["", ended_line(ended, ENDED_SHOWN)]
+    waiting = [job for job in jobs[:JOBS_SHOWN] if job.waited >= WAITED]
     add(waiting, JOBS_SHOWN, causes_table)
     add(view.memory, ROWS_SHOWN, lambda rows: memory_table(rows, totals.arena_size))
     add(view.files, ROWS_SHOWN, files_table)

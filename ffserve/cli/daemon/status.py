@@ -10,8 +10,11 @@ from ffserve.cli.terminal import print_json
 
 @click.command()
 @socket_option
+@click.option(
+    "--all", "everything", is_flag=True, help="Show every row, also of jobs that have ended."
+)
 @json_option
-def status(socket: str | None, as_json: bool) -> int:
+def status(socket: str | None, everything: bool, as_json: bool) -> int:
     """Show the daemon's memory, files and jobs.
 
     A hit is a sample that a job finds in shared memory without a request; jobs report hits once a
@@ -20,6 +23,7 @@ def status(socket: str | None, as_json: bool) -> int:
 
     \b
       ffserve status
+      ffserve status --all
       ffserve status --json | jq '.jobs[] | {name, hit_rate}'
     """
     from ffserve.client import public as client
@@ -30,5 +34,5 @@ def status(socket: str | None, as_json: bool) -> int:
     else:
         from ffserve.cli.daemon.screen import print_status
 
-        print_status(facts)
+        print_status(facts, everything=everything)
     return 0

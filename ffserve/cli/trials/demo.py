@@ -27,7 +27,6 @@ import click
 from ffserve.bench import child_processes
 from ffserve.cli.terminal import percent, print_facts, print_json, print_table, progress
 from ffserve.config import ENGINES, default_arena_size, format_size
-from ffserve.errors import FFServeError
 
 MOST_FILES = 6000
 SHARDS = 4
@@ -253,8 +252,9 @@ def _train(command: list[str], socket: str, total: int, say: Narration) -> dict[
                         shown.line(_epoch_line(event))
         if process.wait() != 0:
             errors.seek(0)
-            words = errors.read().decode(errors="replace").strip()
-            raise FFServeError(f"the training job failed with code {process.returncode}:\n{words}")
+            words = errors.read().decode(errors="replace")
+            what = f"the training job failed with code {process.returncode}"
+            raise child_processes.failed(what, words)
     return {
         "framework": framework,
         "samples": sum(epoch["samples"] for epoch in epochs),

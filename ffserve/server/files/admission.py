@@ -7,14 +7,13 @@ an OPEN that is refused fails at once, and its error says how many files are in 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 
 from ffserve.errors import ReadError
 from ffserve.server.files.closing import ShardCloser
 from ffserve.server.files.holding import HeldShards
 from ffserve.server.files.shards import Alias, Request
-from ffserve.server.users.peers import Owner, Peer
+from ffserve.server.users.peers import Owner, Peer, account_of
 
 
 class Admission:
@@ -51,15 +50,15 @@ class Admission:
             have.
         """
         held, room = self._held, self._held.budget.shard_count
-        mine = held.count_of[peer.owner]
-        limited = peer.uid not in (0, os.geteuid())
+        mine = held.count_of(peer.account)
+        limited = not peer.is_administrator
         most = room // 2 if limited else room
         at_most = sum(len(aliases) for _, aliases in self._promised)
         if len(held.open) + at_most <= room and mine + at_most <= most:
             return
         promised = {(owner, alias) for owner, aliases in self._promised for alias in aliases}
         new = len({request.identities[position] for position in positions})
-        mine += sum(owner == peer.owner for owner, _ in promised)
+        mine += sum(account_of(owner) == peer.account for owner, _ in promised)
         if limited and mine > most:
             raise ReadError(
                 f"user {peer.uid} may have {most} files open in the daemon, half of its own "

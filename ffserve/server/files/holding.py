@@ -41,11 +41,12 @@ from ffserve.limits import (
     SHARDS_PART,
 )
 from ffserve.protocol import MOST_FILES
+from ffserve.server.files.charges import TableAccounts
 from ffserve.server.files.remote import RemoteFiles, RemoteShard
 from ffserve.server.files.shards import Alias, OpenShard, ShardKey
 from ffserve.server.users.access import Rules
 from ffserve.server.users.domains import Domains
-from ffserve.server.users.peers import HOST, OWN, Owner, viewer_of
+from ffserve.server.users.peers import HOST, OWN, Account, Owner, account_of, viewer_of
 from ffserve.server.users.threads import run_in_thread
 
 HOLD_COUNT = 256
@@ -75,7 +76,8 @@ class CatalogTables:
     """The tables in which a shard is entered.
 
     inventory: for a successor of this daemon. lock: guards the numbers of the directory, the
-    domains and `DescriptorBudget.cached_count`, which threads use, too.
+    domains and `DescriptorBudget.cached_count`, which threads use, too. accounts: who pays for
+    them.
     """
 
     directory: Directory
@@ -83,6 +85,7 @@ class CatalogTables:
     cache: Cache
     inventory: Inventory
     domains: Domains
+    accounts: TableAccounts
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -160,8 +163,9 @@ class HeldShards:
         self.most_closed = MOST_CLOSED
         self.prepared: dict[ShardKey, OpenShard] = {}
         """Prepared shards that a session has open; the others are closed ones."""
-        self.count_of: Counter[Owner] = Counter()
-        """How many shards each owner has open, prepared ones not included."""
+        self._charged: dict[Account, Counter[OpenShard]] = {}
+        """The shards that each account has open, prepared ones not included, and for how many of
+        its owners."""
         self._aliases: dict[Owner | None, dict[Alias, OpenShard]] = {}
         """By the owner of the domain, and by alias."""
 
@@ -200,17 +204,25 @@ class HeldShards:
 
     def hold(self, shards: list[OpenShard], owner: Owner) -> None:
         """Note that a data set of a session has these shards open; `release` gives them back."""
-        fresh = 0
+        account = account_of(owner)
+        charged = self._charged.setdefault(account, Counter())
         for shard in shards:
             if shard.sessions == 0:
                 self.idle.pop(shard.key, None)
+                if shard.charge is not None and shard.charge.uid != owner[0]:
+                    shard.charge.move(owner[0])
             holding = shard.holders.get(owner, 0)
-            fresh += not holding and shard.preparation is None
+            if not holding and shard.preparation is None:
+                charged[shard] += 1
             shard.holders[owner] = holding + 1
             shard.sessions += 1
-        if fresh:
-            self.count_of[owner] += fresh
+        if not charged:
+            del self._charged[account]
         self._count_sessions(shards)
+
+    def count_of(self, account: Account) -> int:
+        """Return how many shards a user has open, prepared ones not included."""
+        return len(self._charged.get(account, ()))
 
     def release(self, shards: list[OpenShard], owner: Owner) -> None:
         """Give back what `hold` has taken."""
@@ -240,9 +252,16 @@ class HeldShards:
     def _forget_owner(self, shard: OpenShard, owner: Owner) -> None:
         if shard.preparation is not None:
             return
-        self.count_of[owner] -= 1
-        if not self.count_of[owner]:
-            del self.count_of[owner]
+        uids = {uid for uid, _ in shard.holders}
+        if shard.charge is not None and uids and shard.charge.uid not in uids:
+            shard.charge.move(min(uids))
+        account = account_of(owner)
+        charged = self._charged[account]
+        charged[shard] -= 1
+        if not charged[shard]:
+            del charged[shard]
+        if not charged:
+            del self._charged[account]
         # The proof of the last holder stays, for its next job. The proof of an owner whose
         # namespace can end does not stay, since a later namespace may have the same number.
         if shard.holders or owner[1] not in (OWN, HOST):

@@ -9,8 +9,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
-from ffserve.limits import MOST_DISTRUSTED
-from ffserve.server.users.peers import Owner
+from ffserve.limits import MOST_DISTRUSTED, MOST_USER_DISTRUSTED
+from ffserve.server.users.peers import Account, Owner, account_of
 
 LEAST_SAVED_S = 1e-15
 """The least saving per byte. Times are divided by it, and a client may report that preparing took
@@ -63,7 +63,7 @@ class Preparations:
 
     def __init__(self) -> None:
         self._known: WeakValueDictionary[tuple[Owner, bytes], Preparation] = WeakValueDictionary()
-        self._distrusted: OrderedDict[tuple[Owner, bytes], Preparation] = OrderedDict()
+        self._distrusted: dict[Account, OrderedDict[tuple[Owner, bytes], Preparation]] = {}
 
     def obtain(self, owner: Owner, key: bytes, name: str) -> Preparation:
         """Return a user's preparation of this key; the first name that it was given stays."""
@@ -75,9 +75,16 @@ class Preparations:
     def distrust(self, preparation: Preparation) -> None:
         """Share no sample of a preparation from now on, also when it is opened again later."""
         preparation.trusted = False
-        self._distrusted[preparation.owner, preparation.key] = preparation
-        while len(self._distrusted) > MOST_DISTRUSTED:
-            self._distrusted.popitem(last=False)
+        account = account_of(preparation.owner)
+        mine = self._distrusted.setdefault(account, OrderedDict())
+        mine[preparation.owner, preparation.key] = preparation
+        if len(mine) > MOST_USER_DISTRUSTED:
+            mine.popitem(last=False)
+        if sum(map(len, self._distrusted.values())) > MOST_DISTRUSTED:
+            whose, most = max(self._distrusted.items(), key=lambda each: len(each[1]))
+            most.popitem(last=False)
+            if not most:
+                del self._distrusted[whose]
 
     @property
     def all(self) -> list[Preparation]:

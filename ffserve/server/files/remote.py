@@ -32,10 +32,10 @@ import numpy as np
 from ffserve.config import ServerConfig, format_size
 from ffserve.dtypes import Floats, Int32s, Int64s
 from ffserve.errors import FFServeError, FormatError, MissingFile, ReadError, UsageError
-from ffserve.formats.base import ChunkedShard, Shard
+from ffserve.formats.base import Admit, ChunkedShard, Shard
 from ffserve.limits import ASKED_AT_ONCE, MOST_ORIGINS, MOST_TAG, MOST_URL
 from ffserve.protocol import EVERY
-from ffserve.server.users.peers import OWN, Owner, Peer
+from ffserve.server.users.peers import OWN, Account, Owner, Peer, account_of
 from ffserve.store.blocks import StoredObject
 from ffserve.store.credentials import Access, forget_own_settings, quieten_packages, served
 from ffserve.store.directory import Store, name_of, usual_limit
@@ -89,10 +89,16 @@ class RemoteShard:
     def __post_init__(self) -> None:
         self.worth = np.zeros(self.stored.count)
 
-    def object_for(self, owner: Owner | None) -> OpenObject:
-        """Return the object with the access of a user, or of another user that shares it."""
-        found = None if owner is None else self.objects.get(owner)
-        return next(iter(self.objects.values())) if found is None else found
+    def object_for(self, owners: Iterable[Owner]) -> OpenObject:
+        """Return the object with the access of the first of these users that has it open. Nobody
+        fetches with the access of another one, also where they share the object.
+
+        Raises: ReadError: none of them has it open any more.
+        """
+        for owner in owners:
+            if (found := self.objects.get(owner)) is not None:
+                return found
+        raise ReadError("the readers that wanted this remote file have closed it")
 
 
 class RemoteFiles:
@@ -119,9 +125,9 @@ class RemoteFiles:
         self._instance = secrets.token_hex(8)
         """It differs for each daemon, also for one that has the memory of its predecessor."""
         self._lock = threading.Lock()
-        self._pools: dict[Owner, Counter[str]] = {}
+        self._pools: dict[Account, Counter[str]] = {}
         """By user and pool: how many objects are open."""
-        self._owners: dict[OpenObject, Owner] = {}
+        self._accounts: dict[OpenObject, Account] = {}
         self._accesses: WeakValueDictionary[tuple[Owner, bytes], Access] = WeakValueDictionary()
 
     def _made_store(self, limit: int) -> Store:
@@ -212,7 +218,7 @@ class RemoteFiles:
 
         def ask(one: WantedFile) -> None:
             url = one.identity.url
-            breaker = self.fetcher.breaker(pool_of(peer.owner, one.place))
+            breaker = self.fetcher.breaker(pool_of(peer.account, one.place))
             try:
                 found = breaker.call(lambda: identify(url, one.access))
             except (MissingFile, UsageError) as error:
@@ -226,9 +232,18 @@ class RemoteFiles:
 
         _for_all(ask, wanted)
 
-    def parse(self, opened: OpenObject, format: str | None, verify: bool, tolerant: bool) -> Shard:
+    def parse(
+        self,
+        opened: OpenObject,
+        format: str | None,
+        verify: bool,
+        tolerant: bool,
+        admit: Admit,
+        reading: Callable[[int], object],
+    ) -> Shard:
         """Read the tables of an object, which fetches the blocks that these lie in.
 
+        Args: admit, reading: as of `shardfile.open_shard`.
         Raises: FormatError, ChecksumError, TruncatedError, AccessDenied, ReadError.
         """
         read = partial(
@@ -240,6 +255,8 @@ class RemoteFiles:
             verify=verify,
             tolerant=tolerant,
             kept=(self.fetcher.store, opened.stored),
+            admit=admit,
+            reading=reading,
         )
         try:
             return read()
@@ -251,9 +268,10 @@ class RemoteFiles:
     def open_object(self, one: WantedFile, owner: Owner) -> OpenObject:
         """Open an object for a user; `close` gives it back. Raises: AccessDenied,
         ReadError."""
-        pool = pool_of(owner, one.place)
+        account = account_of(owner)
+        pool = pool_of(account, one.place)
         with self._lock:
-            pools = self._pools.setdefault(owner, Counter())
+            pools = self._pools.setdefault(account, Counter())
             if pool not in pools and len(pools) >= MOST_ORIGINS:
                 raise ReadError(
                     f"user {owner[0]} already has files of {MOST_ORIGINS} origins open",
@@ -264,31 +282,31 @@ class RemoteFiles:
         try:
             opened = self.fetcher.open(one.identity, domain=one.name, access=one.access, pool=pool)
         except BaseException:
-            self._leave(owner, pool)
+            self._leave(account, pool)
             raise
-        self._owners[opened] = owner
+        self._accounts[opened] = account
         return opened
 
     def close(self, objects: Iterable[OpenObject]) -> None:
         """Give objects back."""
         for opened in objects:
             self.fetcher.close(opened)
-            self._leave(self._owners.pop(opened), opened.pool)
+            self._leave(self._accounts.pop(opened), opened.pool)
 
-    def _leave(self, owner: Owner, pool: str) -> None:
+    def _leave(self, account: Account, pool: str) -> None:
         with self._lock:
-            pools = self._pools[owner]
+            pools = self._pools[account]
             pools[pool] -= 1
             if not pools[pool]:
                 del pools[pool]
                 self.fetcher.forget(pool)
             if not pools:
-                del self._pools[owner]
+                del self._pools[account]
 
 
-def pool_of(owner: Owner, place: str) -> str:
+def pool_of(account: Account, place: str) -> str:
     """Return the name of the threads that fetch from a place for a user."""
-    return f"{owner[0]} {owner[1]} {place}"
+    return f"{account} {place}"
 
 
 def _for_all(call: Callable[[WantedFile], object], items: Sequence[WantedFile]) -> None:

@@ -129,7 +129,7 @@ class Sharing:
         counts = np.array([shard.count for shard in shards], np.int64)
         bases = np.array([shard.base for shard in shards], np.int64)
         assert context.job is not None
-        progress = next_use.join(context.job.name, bases, counts)
+        progress = next_use.join(context.job.key, bases, counts)
         progress.on_demand = True
         preparation = catalog.preparations.obtain(owner, request.key, request.name)
         next_use.groups[progress.group].saved_s = preparation.saved_per_byte_s

@@ -25,16 +25,17 @@ from ffserve.dtypes import Int32s, Int64s
 from ffserve.engine.io import MERGED_GAP, MERGED_SIZE, DirectReply, Engine, EngineBatch
 from ffserve.engine.shm import NOWHERE
 from ffserve.errors import STATUS_CHECKSUM, ChecksumError, ReadError
-from ffserve.reads.records import outcome_of
+from ffserve.reads.records import Failures, outcome_of
 from ffserve.reads.second_read import WrongRecord
 from ffserve.server.files.remote import RemoteShard
 from ffserve.server.prepared.copying import Copier
 from ffserve.server.reading.chunk_loader import ChunkLoader
-from ffserve.server.reading.damage import SecondReader, WrongSample
+from ffserve.server.reading.damage import Outcome, SecondReader, WrongSample
 from ffserve.server.reading.devices import Device, Devices
 from ffserve.server.reading.fetches import BlockGate, Fetches, WaitingLoad
 from ffserve.server.reading.requests import SampleRequest
 from ffserve.server.reading.statistics import Histogram
+from ffserve.server.users.peers import Account, account_of
 from ffserve.store.fetching import Fetcher
 from ffserve.system.memfd import SharedMemory
 
@@ -118,8 +119,9 @@ class Engines:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._devices = Devices(self._start_engine, self._watch)
         self._chunks = ChunkLoader(
-            memory, directory, table, self._devices, self._submit, self._ended_apart, self._mending
-        )
+            memory, directory, table, self._devices, self._submit, self._ended_apart, self._mending,
+            self._read_chunks_again,
+        )  # fmt: skip
         self.copier = Copier(memory, directory, self._ended_apart)
         """Copies prepared samples."""
         self.fetches = (
@@ -363,22 +365,20 @@ class Engines:
             self.fetches.remove(base)
 
     def _mending(
-        self, device: Device, file: int, begin: int, end: int
+        self, device: Device, file: int, load: Load, begin: int, end: int
     ) -> Callable[[], bool] | None:
         """Return a function that fetches an extent of a file again if this disk has damaged it;
         None if the file is not remote."""
         remote = device.remote.get(file)
         if remote is None or self.fetches is None:
             return None
-        return partial(self.fetches.mend, remote, begin, end)
+        return partial(self.fetches.mend, remote, load, begin, end)
 
     @staticmethod
     def _hold(fetches: Fetches, load: Load) -> WaitingLoad | None:
         asking = load.fetches[0]
-        if not isinstance(asking, SampleRequest):
-            return fetches.hold(load, None, None)
-        gate = asking.gate if isinstance(asking.gate, BlockGate) else None
-        return fetches.hold(load, asking.owner.who, gate)
+        gate = asking.gate if isinstance(asking, SampleRequest) else None
+        return fetches.hold(load, gate if isinstance(gate, BlockGate) else None)
 
     def _fetched(self, waiting: WaitingLoad) -> None:
         """Read a load whose blocks came or cannot be had."""
@@ -461,20 +461,26 @@ class Engines:
             again = _Reading(load, reading.rows, units[found.rows])
             self._begin(device, found.again, again)
         if found.wrong:
-            samples = [self._wrong_sample(device, record) for record in found.wrong]
+            samples = [self._wrong_sample(device, load, record) for record in found.wrong]
             remote = any(sample.mend is not None for sample in samples)
-            asking = load.fetches[0] if load.fetches else None
-            who = asking.owner.who if isinstance(asking, SampleRequest) else None
-            (self._second_of_remote if remote else self._second).submit(load, samples, who)
+            reader = self._second_of_remote if remote else self._second
+            reader.submit(load, samples, _who_asks(load))
 
-    def _wrong_sample(self, device: Device, record: WrongRecord) -> WrongSample:
+    def _read_chunks_again(
+        self, load: Load, read: Callable[[], Outcome], failures: Failures
+    ) -> None:
+        self._second_of_remote.call(load, read, failures, _who_asks(load))
+
+    def _wrong_sample(self, device: Device, load: Load, record: WrongRecord) -> WrongSample:
         file, place = record.file, record.dest - self._memory.address
         if record.slot != NOWHERE:
             # As the engine reads it: from the beginning of a disk block on.
             alignment = device.alignment(file)
             place = record.slot + record.offset - record.read_offset // alignment * alignment
         extent = record.offset, record.offset + record.length
-        return WrongSample(record, device.fd(file), place, self._mending(device, file, *extent))
+        return WrongSample(
+            record, device.fd(file), place, self._mending(device, file, load, *extent)
+        )
 
     def _ended_apart(self, load: Load) -> None:
         """Note that a part of a load has ended, and not with a batch of records."""
@@ -535,3 +541,10 @@ class Engines:
             device.engine.close()
         for part in (self._chunks, self.copier, self._second, self._second_of_remote):
             part.close()
+
+
+def _who_asks(load: Load) -> Account | None:
+    """Return the user whose request a load is for; None: it is read ahead."""
+    asking = load.fetches[0] if load.fetches else None
+    owner = asking.owner.who if isinstance(asking, SampleRequest) else None
+    return None if owner is None else account_of(owner)

@@ -38,12 +38,14 @@ from numpy.typing import NDArray
 from ffserve.cache.cache import Load
 from ffserve.cache.jobs import JobProgress
 from ffserve.cache.orders import PARTS
+from ffserve.cache.prefetch import Piece
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.dtypes import Floats, Int64s
 from ffserve.errors import AccessDenied, Failure, FFServeError, ReadError
 from ffserve.limits import BLOCK_THREADS, MOST_FETCHED_AHEAD
 from ffserve.reads.fetched import GAP
 from ffserve.server.files.remote import RemoteShard
+from ffserve.server.reading.requests import SampleRequest
 from ffserve.server.users.peers import Owner
 from ffserve.store.blocks import PRESENT, StoredObject
 from ffserve.store.fetching import NOW, Fetcher, OpenObject, Outcome
@@ -96,7 +98,6 @@ class WaitingLoad:
     """
 
     load: Load
-    owner: Owner | None
     rows: dict[int, Int64s]
     begun: float
     unpinned: set[int] = field(default_factory=set)
@@ -161,7 +162,7 @@ class BlockGate:
                 missing = stored.missing(blocks)
                 with self._lock:
                     self._left += len(missing)
-                opened = remote.object_for(self._owner)
+                opened = remote.object_for([self._owner])
                 futures = self._fetches.ask(opened, missing, remote.worth)
                 for block, future in zip(missing.tolist(), futures, strict=True):
                     future.add_done_callback(partial(self._came, (stored, block)))
@@ -258,6 +259,8 @@ class Fetches:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ahead: dict[JobProgress, list[int]] = {}
         """Announced data sets with remote shards: the first numbers of these."""
+        self._followers: dict[JobProgress, dict[Owner, None]] = {}
+        """The owners of the sessions that have these data sets open."""
         self._planner: threading.Thread | None = None
         self._ended = threading.Event()
         self._refused: set[tuple[StoredObject, int]] = set()
@@ -353,7 +356,7 @@ class Fetches:
 
     # ---- loads ----------------------------------------------------------------------------
 
-    def hold(self, load: Load, owner: Owner | None, gate: BlockGate | None) -> WaitingLoad | None:
+    def hold(self, load: Load, gate: BlockGate | None) -> WaitingLoad | None:
         """Pin the blocks of a load until it ends; return the load if some of them are not there.
 
         Args: gate: where its request has waited, which keeps the blocks that it has pinned.
@@ -387,7 +390,7 @@ class Fetches:
             return None
         self.in_flight += 1
         known = {} if gate is None else gate.errors
-        return WaitingLoad(load, owner, rows, time.monotonic(), unpinned, known=known)
+        return WaitingLoad(load, rows, time.monotonic(), unpinned, known=known)
 
     def fetch(self, waiting: WaitingLoad) -> None:
         """Fetch the blocks of a load, and then call `fetched`."""
@@ -417,9 +420,15 @@ class Fetches:
         self.in_thread(begin)
 
     def _ask(self, waiting: WaitingLoad, base: int, remote: RemoteShard, missing: Int64s) -> None:
+        try:
+            opened = remote.object_for(self.askers(waiting.load))
+        except ReadError as error:
+            with waiting.lock:
+                waiting.outcomes.update({(base, block): error for block in missing.tolist()})
+            return
         with waiting.lock:
             waiting.left += len(missing)
-        futures = self.ask(remote.object_for(waiting.owner), missing, remote.worth)
+        futures = self.ask(opened, missing, remote.worth)
         for block, future in zip(missing.tolist(), futures, strict=True):
             future.add_done_callback(partial(self._came, waiting, base, remote, block))
 
@@ -491,7 +500,11 @@ class Fetches:
         rows = rows[[row not in waiting.errors for row in rows.tolist()]]
         if remote is None or not len(rows):
             return
-        opened = remote.object_for(waiting.owner)
+        try:
+            opened = remote.object_for(self.askers(waiting.load))
+        except ReadError as error:
+            waiting.errors.update(dict.fromkeys(rows.tolist(), error))
+            return
         try:
             fd = os.memfd_create("ffserve-passing", os.MFD_CLOEXEC)
             waiting.passed.append((Passed(base, fd), rows))
@@ -549,22 +562,38 @@ class Fetches:
 
     # ---- damage ---------------------------------------------------------------------------
 
-    def mend(self, remote: RemoteShard, begin: int, end: int) -> bool:
-        """Fetch the pinned blocks of an extent again if their bytes differ from those that were
-        written; return whether any did. It waits, so the loop's thread must not call it."""
+    def mend(self, remote: RemoteShard, load: Load, begin: int, end: int) -> bool:
+        """Fetch the pinned blocks of an extent again if they are damaged; return whether any was.
+
+        It waits, so the loop's thread must not call it.
+        """
         with contextlib.suppress(FFServeError, OSError):
             blocks = _covering(remote.stored, np.array([begin]), np.array([end]))
-            opened = remote.object_for(None)
-            if self._fetcher.repair(opened, blocks):
-                missing = remote.stored.missing(blocks)
-                wait(self._fetcher.ask(opened, missing, NOW, None).values(), MEND_S)
-                return True
+            opened = remote.object_for(self.askers(load))
+            if not self._fetcher.repair(opened, blocks):
+                return self._fetcher.compare(opened, blocks, MEND_S)
+            missing = remote.stored.missing(blocks)
+            wait(self._fetcher.ask(opened, missing, NOW, None).values(), MEND_S)
+            return True
         return False
 
     # ---- announced orders -----------------------------------------------------------------
 
-    def follow(self, progress: JobProgress, bases: list[int]) -> None:
-        """Fetch ahead for a job's data set, as soon as it has announced an order."""
+    def askers(self, load: Load) -> list[Owner]:
+        """Return the users that wait for a load, or whose jobs have announced its samples: it is
+        fetched with their access."""
+        found: list[Owner] = []
+        for fetch in list(load.fetches):
+            if isinstance(fetch, Piece):
+                found += self._followers.get(fetch.progress, ())
+            elif isinstance(fetch, SampleRequest) and fetch.owner.who is not None:
+                found.append(fetch.owner.who)
+        return found
+
+    def follow(self, progress: JobProgress, bases: list[int], owner: Owner) -> None:
+        """Fetch ahead for a job's data set, as soon as it has announced an order. Args: owner: with
+        whose access."""
+        self._followers.setdefault(progress, {})[owner] = None
         self._ahead[progress] = sorted(bases)
         progress.ready = self.ready_count
         if self._planner is None:
@@ -576,6 +605,7 @@ class Fetches:
     def leave(self, progress: JobProgress) -> None:
         """Forget a data set that has no session any more."""
         self._ahead.pop(progress, None)
+        self._followers.pop(progress, None)
 
     def _keep_looking(self) -> None:
         next_uses = 0.0
@@ -588,7 +618,8 @@ class Fetches:
                 try:
                     if writes:
                         self._write_uses(progress, bases, begun)
-                    self.look_ahead(progress, bases, begun)
+                    with contextlib.suppress(ReadError):  # its last reader has closed
+                        self.look_ahead(progress, bases, begun)
                 except Exception:
                     log.exception("internal error while fetching ahead")
             # A tenth of a processor at most.
@@ -631,7 +662,7 @@ class Fetches:
         shards = {base: remote for base in bases if (remote := self._shards.get(base)) is not None}
         if order is None or not shards:
             return
-        store = self._fetcher.store
+        store, owners = self._fetcher.store, list(self._followers.get(progress, ()))
         size = sum(remote.stored.size for remote in shards.values())
         horizon, least = HORIZON, 1
         if size > store.limit:
@@ -652,7 +683,7 @@ class Fetches:
             key = stored, block
             if most > 0 and stored.state.words[block] != PRESENT and key not in self._refused:
                 most -= 1
-                opened, refused = remote.object_for(None), self._refused
+                opened, refused = remote.object_for(owners), self._refused
                 if self._fetcher.is_asked(opened, block):
                     continue
                 future = self._fetcher.ask(opened, [block], due, due)[block]

@@ -56,4 +56,4 @@ class SessionContext:
         self.joined = True
         self.job = self.state.jobs.join(self.job, self.peer, now)
         self.job.time.begin(self.owner.time, now)
-        self.owner.job = self.job.name
+        self.owner.job = self.job.key

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +40,9 @@ class Job:
     waited_s: float = 0.0
     """Time between requests and their answers, summed over its sessions."""
     time: JobTime = field(default_factory=JobTime)
+    key: str = field(init=False)
+    """Name and user: two users may have jobs of one name, and neither learns of the other's. The
+    other parts of the daemon know jobs by their keys."""
     pid: int = 0
     paths: str = ""
     title: str = ""
@@ -49,6 +52,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self.rates = Rates(self.first_seen, JOB_COUNTERS)
+        self.key = f"{self.name}\n{self.user}"
 
     @classmethod
     def greeted(cls, about: dict[str, Any], user: Viewer, now: float) -> Job:
@@ -83,21 +87,32 @@ class JobTable:
         self._engines = engines
         self._statistics = statistics
         self.all: OrderedDict[str, Job] = OrderedDict()
-        """All known jobs, by name."""
+        """All known jobs, by key."""
+        self._names: Counter[str] = Counter()
         self.rates = Rates(now, COUNTERS)
         """The rates of all jobs together."""
 
     def obtain(self, name: str, now: float, user: Viewer) -> Job:
-        """Return a user's job of this name; create it if it is new. If a job of another user has
-        the name, it gets another."""
-        while (job := self.all.get(name)) is not None and job.user != user:
-            name += f" ({user})"
-        if job is None:
-            job = self.all[name] = Job(name, now, now, user)
+        """Return a user's job of this name; create it if it is new."""
+        return self._entered(Job(name, now, now, user))
+
+    def name_of(self, key: str, viewer: Viewer | None) -> str:
+        """Return the name of a job for a viewer. One who sees everything is told whose it is, if
+        jobs of several users have the name."""
+        name, _, user = key.rpartition("\n")
+        return f"{name} ({user})" if viewer is None and self._names[name] > 1 else name
+
+    def _entered(self, new: Job) -> Job:
+        job = self.all.setdefault(new.key, new)
+        if job is new:
+            self._names[new.name] += 1
             for old in [j for j in self.all.values() if not j.sessions and j is not job]:
                 if len(self.all) <= MOST_KEPT_JOBS:
                     break
-                del self.all[old.name]
+                del self.all[old.key]
+                self._names[old.name] -= 1
+                if not self._names[old.name]:
+                    del self._names[old.name]
         return job
 
     def join(self, greeted: Job, peer: Peer, now: float) -> Job:
@@ -113,7 +128,7 @@ class JobTable:
 
     def counters_of(self, job: Job) -> tuple[int, ...]:
         """Return the counters of a job that have rates: hits, misses, bytes of both."""
-        reads = self._scheduler.reads_of.get(job.name)
+        reads = self._scheduler.reads_of.get(job.key)
         return job.hits, job.missed, job.hit_size, 0 if reads is None else reads.size
 
     def counters(self) -> tuple[int, ...]:
@@ -142,8 +157,8 @@ class JobTable:
         for job in list(self.all.values()):
             job.rates.note(now, self.counters_of(job))
             if not job.time.idle:
-                reads = self._scheduler.reads_of.get(job.name) or JobReads()
-                job.time.step(now, reads, self._use_of(job, data_sets[job.name], memory, now))
+                reads = self._scheduler.reads_of.get(job.key) or JobReads()
+                job.time.step(now, reads, self._use_of(job, data_sets[job.key], memory, now))
             yield None
 
     def _use_of(
@@ -155,7 +170,7 @@ class JobTable:
         window = sum(self._scheduler.prefetcher.window(each, now) for each in data_sets)
         used_size = (job.hits + job.missed + window) * payload_size // max(count, 1)
         groups = {each.group for each in data_sets}
-        others = [row for row in memory if row[1] != job.name]
+        others = [row for row in memory if row[1] != job.key]
         # Jobs of one group share their samples; any other job takes all the memory that it has.
         rival = min(others, key=lambda row: row[2] in groups, default=None)
         fits = min(self._cache.arena.size / max(payload_size, 1), 1.0)

@@ -123,7 +123,11 @@ class SessionDatasets:
         self._context.join_job(now)
         self.begin_opening()
         found = remote.versions, remote.access
-        self._opener(message.tag, Request(paths, identities, name, verify, tolerant, *found))
+        request = Request(paths, identities, name, verify, tolerant, *found, self._is_wanted)
+        self._opener(message.tag, request)
+
+    def _is_wanted(self) -> bool:
+        return self._context.phase == READY
 
     def _serves(self, url: str) -> bool:
         remote = self._context.state.files.remote
@@ -223,7 +227,7 @@ class SessionDatasets:
         counts = np.array([shard.count for shard in shards], np.int64)
         bases = np.array([shard.base for shard in shards], np.int64)
         assert self._context.job is not None
-        progress = self._context.state.memory.next_use.join(self._context.job.name, bases, counts)
+        progress = self._context.state.memory.next_use.join(self._context.job.key, bases, counts)
         progress.payload_size = sum(shard.payload_size for shard in shards)
         if not self._context.job.paths:
             more = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
@@ -234,7 +238,7 @@ class SessionDatasets:
             remote = [each.base for each in shards if each.remote is not None and each.count]
             dataset.remote = bool(remote)
             if remote:
-                fetches.follow(progress, remote)
+                fetches.follow(progress, remote, self._context.peer.owner)
         self.enter(tag, dataset)
 
     def begin_opening(self) -> None:

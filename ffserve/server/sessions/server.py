@@ -45,7 +45,7 @@ from ffserve.server.sessions.state import ServerState
 from ffserve.server.sessions.turns import Turns
 from ffserve.server.users.access import check_memory
 from ffserve.server.users.descriptors import DescriptorReceiver, closer_of, refuse_descriptors
-from ffserve.server.users.peers import Namespaces, Owner, Peer, is_administrator
+from ffserve.server.users.peers import Account, Namespaces, Owner, Peer, is_administrator
 from ffserve.server.users.shares import Bound, User
 from ffserve.system.socket_path import Credentials, remove_stale_socket
 
@@ -409,7 +409,7 @@ class ClientConnection:
         async def opening() -> None:
             catalog, peer = self._server.state.files.catalog, self.session.peer
             try:
-                async with self._opening, self._server.lane(peer.owner):
+                async with self._opening, self._server.lane(peer):
                     shards = await catalog.open(request, peer, passing)
             except FFServeError as error:
                 self.session.datasets.failed(tag, error, time.monotonic())
@@ -557,7 +557,7 @@ class Server:
         self._connections: set[ClientConnection] = set()
         self._openings: set[asyncio.Task[None]] = set()
         self.namespaces = Namespaces()
-        self._lanes: weakref.WeakValueDictionary[Owner | int, asyncio.Semaphore] = (
+        self._lanes: weakref.WeakValueDictionary[Owner | Account, asyncio.Semaphore] = (
             weakref.WeakValueDictionary()
         )
         self._timer: asyncio.TimerHandle | None = None
@@ -717,11 +717,12 @@ class Server:
         task.add_done_callback(self._openings.discard)
 
     @contextlib.asynccontextmanager
-    async def lane(self, owner: Owner) -> AsyncIterator[None]:
+    async def lane(self, peer: Peer) -> AsyncIterator[None]:
         """Wait until a client may open a data set: its user's files may be on a file system that
         does not answer, which must cost neither others nor ever more threads and descriptors."""
         with contextlib.ExitStack() as held:
-            for whose, most in ((owner, NAMESPACE_OPENINGS), (owner[0], USER_OPENINGS)):
+            lanes = (peer.owner, NAMESPACE_OPENINGS), (peer.account, USER_OPENINGS)
+            for whose, most in lanes:
                 lane = self._lanes.setdefault(whose, asyncio.Semaphore(most))
                 try:
                     await asyncio.wait_for(lane.acquire(), LANE_TIMEOUT_S)

@@ -186,7 +186,7 @@ class Session:
         self._locks = about.get("locks") is True
         self._takes_over = about.get("handover") is True
         self.context.job = job
-        self.owner.job = job.name
+        self.owner.job = job.key
         self.context.phase = READY
         welcome = protocol.Welcome({**general, "version": version})
         self._send(MemoryMessage(welcome, [self._state.memory.page.file]))

@@ -102,7 +102,11 @@ class HttpServer:
         self.refuses_descriptors = self.is_unix and refuse_descriptors(listener)
         self._connections: dict[_HttpConnection, None] = {}
         """The oldest first."""
-        self._scrapes = {False: _Scrape(self, False), True: _Scrape(self, True)}
+        self._scrapes = {
+            (names, plain): _Scrape(self, names, plain)
+            for names in (False, True)
+            for plain in (False, True)
+        }
         self._events = {False: _Events(self, False), True: _Events(self, True)}
         """These by whether names of jobs are shown."""
         self._files = page.read_files()
@@ -138,13 +142,13 @@ class HttpServer:
         for events in self._events.values():
             events.watching.pop(connection, None)
 
-    def answer(self, connection: _HttpConnection, path: str, *, jobs: bool) -> None:
+    def answer(self, connection: _HttpConnection, path: str, *, jobs: bool, accept: str) -> None:
         """Answer a GET, now or later.
 
-        Args: jobs: whether names of jobs may be shown.
+        Args: jobs: whether names of jobs may be shown. accept: the types that are accepted.
         """
         if path == "/metrics":
-            self._scrapes[jobs].ask(connection)
+            self._scrapes[jobs, metrics.wants_plain(accept)].ask(connection)
         elif path == "/healthz":
             connection.respond(200, _TEXT, b"ok\n")
         elif path == "/readyz":
@@ -212,8 +216,10 @@ class _Made(ABC):
 class _Scrape(_Made):
     """Makes the metrics for all who ask for them meanwhile."""
 
-    def __init__(self, http: HttpServer, names: bool) -> None:
+    def __init__(self, http: HttpServer, names: bool, plain: bool) -> None:
         super().__init__(http, names)
+        self._plain = plain
+        self._type = metrics.CONTENT_TYPES[plain]
         self.waiting: dict[_HttpConnection, None] = {}
         self._body = b""
         self._made_at = float("-inf")
@@ -222,11 +228,12 @@ class _Scrape(_Made):
         """Answer a connection with the metrics."""
         now = time.monotonic()
         if self._steps is None and now < self._made_at + LEAST_AGE_S:
-            connection.respond(200, metrics.CONTENT_TYPE, self._body)
+            connection.respond(200, self._type, self._body)
             return
         self.waiting[connection] = None
         if self._steps is None:
-            self._begin(metrics.render(self._http.server, jobs=self._names, now=now))
+            server, plain = self._http.server, self._plain
+            self._begin(metrics.render(server, jobs=self._names, plain=plain, now=now))
 
     def _log(self) -> None:
         log.exception("internal error while making metrics")
@@ -235,7 +242,7 @@ class _Scrape(_Made):
         status, kind, body = 500, _TEXT, b"internal error: see the log of the daemon\n"
         if made is not None:
             self._body, self._made_at = made, time.monotonic()
-            status, kind, body = 200, metrics.CONTENT_TYPE, made
+            status, kind, body = 200, self._type, made
         waiting, self.waiting = self.waiting, {}
         for connection in waiting:
             connection.respond(status, kind, body)
@@ -358,7 +365,10 @@ class _HttpConnection:
             self.respond(405, _TEXT, b"only GET and HEAD\n")
             return
         path = event.target.partition(b"?")[0].decode("ascii", "replace")
-        self._http.answer(self, path, jobs=self._http.show_jobs or self._is_administrator())
+        # One header may come as several.
+        values = [value.decode("latin-1") for name, value in event.headers if name == b"accept"]
+        jobs = self._http.show_jobs or self._is_administrator()
+        self._http.answer(self, path, jobs=jobs, accept=",".join(values))
 
     def _is_administrator(self) -> bool:
         if not self._http.is_unix:

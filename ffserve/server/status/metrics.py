@@ -1,4 +1,4 @@
-"""Metrics: the state of the daemon as families of OpenMetrics, made in steps.
+"""Metrics: the state of the daemon, in steps, as OpenMetrics or in the older text format.
 
 prometheus_client writes the text. Names and units follow its conventions: base units (seconds,
 bytes), counters that end with `_total`, histograms in seconds. docs/REFERENCE.md explains each; a
@@ -24,7 +24,9 @@ from prometheus_client.core import (
     InfoMetricFamily,
     Metric,
 )
-from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.exposition import generate_latest as plain_text
+from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.openmetrics.exposition import generate_latest as open_metrics
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -39,28 +41,51 @@ from ffserve.server.sessions.server import Server
 from ffserve.server.sessions.state import ServerState
 from ffserve.server.status.report import arena_facts, domain_facts, progress_facts
 
-CONTENT_TYPE: str = CONTENT_TYPE_LATEST
+OPEN_METRICS = "application/openmetrics-text"
+CONTENT_TYPES: dict[bool, str] = {
+    False: CONTENT_TYPE_LATEST,
+    True: "text/plain; version=0.0.4; charset=utf-8",
+}
+"""By whether the text format 0.0.4 of Prometheus is wanted, instead of OpenMetrics."""
 _STEP_COUNT, _STEP_JOBS = 64, 1024
 """One step looks at this many positions of jobs, or this many jobs."""
 _END = b"# EOF\n"
-_LABELS = ("job", "user")
+_LABELS = ("ffserve_job", "number", "user")
+"""A label `job` would collide with Prometheus' own, the name of the scrape."""
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator["Metric | None", None, T]
 """A generator that yields families, and None between other steps."""
 
 
-def render(server: Server, *, jobs: bool, now: float) -> Generator[None, None, bytes]:
+def wants_plain(accept: str) -> bool:
+    """Return whether a scraper wants the text format 0.0.4, by its header `Accept`: OpenMetrics is
+    for those that accept it at least as much."""
+    shares = {}
+    for part in accept.split(","):
+        kind, *parameters = (word.strip().lower() for word in part.split(";"))
+        weights = [word[2:] for word in parameters if word.startswith("q=")]
+        try:
+            shares[kind] = float(weights[0]) if weights else 1.0
+        except ValueError:
+            shares[kind] = 0.0
+    other = shares.get("*/*", 0.0)
+    plain = shares.get("text/plain", shares.get("text/*", other))
+    return plain > shares.get(OPEN_METRICS, shares.get("application/*", other))
+
+
+def render(server: Server, *, jobs: bool, plain: bool, now: float) -> Generator[None, None, bytes]:
     """Return the metrics as text, in steps.
 
-    Args: jobs: whether names of jobs and numbers of users are shown.
+    Args: jobs: whether names of jobs and numbers of users are shown. plain: see CONTENT_TYPES.
     """
     parts: list[bytes] = []
     for family in _families(server, jobs, now):
         if family is not None:
-            parts.append(generate_latest(_One(family)).removesuffix(_END))
+            one = _One(family)
+            parts.append(plain_text(one) if plain else open_metrics(one).removesuffix(_END))
         yield
-    return b"".join([*parts, _END])
+    return b"".join(parts if plain else [*parts, _END])
 
 
 class _One(Collector):
@@ -296,18 +321,23 @@ def _jobs_of(state: ServerState) -> Steps[tuple[int, list[Job]]]:
     return running, latest
 
 
-def _labelled(jobs: list[Job]) -> dict[tuple[str, str], Job]:
-    """Return jobs by their labels. Two names of one user that differ only in what is cut off are
+_Labelled: TypeAlias = dict[tuple[str, str, str], Job]
+
+
+def _labelled(jobs: list[Job]) -> _Labelled:
+    """Return jobs by their labels. Two numbers of one user that differ only in what is cut off are
     shown as one job."""
-    shown: dict[tuple[str, str], Job] = {}
+    shown: _Labelled = {}
+    numbers = set()
     for job in jobs:
-        shown.setdefault((_label(job.name), _label(str(job.user))), job)
+        number, user = _label(job.name), _label(str(job.user))
+        if (number, user) not in numbers:
+            numbers.add((number, user))
+            shown[_label(job.title or job.name), number, user] = job
     return shown
 
 
-def _jobs(
-    state: ServerState, shown: dict[tuple[str, str], Job], now: float
-) -> Iterator[Metric | None]:
+def _jobs(state: ServerState, shown: _Labelled, now: float) -> Iterator[Metric | None]:
     reads = state.reading.scheduler.reads_of
     columns: dict[str, tuple[str, Callable[[Job], float]]] = {
         "hits": ("Samples found in memory.", lambda job: job.hits),
@@ -316,7 +346,7 @@ def _jobs(
         "errors": ("Samples and requests that failed.", lambda job: job.errors),
         "read_bytes": (
             "Bytes read from files for the job.",
-            lambda job: reads[job.name].size if job.name in reads else 0,
+            lambda job: reads[job.key].size if job.key in reads else 0,
         ),
         "waited_seconds": ("Time between requests and answers.", lambda job: job.waited_s),
     }
@@ -340,7 +370,10 @@ def _jobs(
             times.add_metric((*labels, cause), seconds)
         if job.time.taken_by is not None:
             share = job.time.recent(now)["taken"]
-            rivals.add_metric((*labels, _label(job.time.taken_by)), share)
+            rival = state.jobs.all.get(job.time.taken_by)
+            by = "" if rival is None else rival.title
+            by = by or state.jobs.name_of(job.time.taken_by, None)
+            rivals.add_metric((*labels, _label(by)), share)
     yield times
     yield rivals
     sessions = GaugeMetricFamily("ffserve_job_sessions", "Connected sessions.", labels=_LABELS)
@@ -354,9 +387,7 @@ def _label(text: str) -> str:
     return printable(text.encode(errors="backslashreplace").decode())[:MOST_LABEL]
 
 
-def _progress(
-    state: ServerState, shown: dict[tuple[str, str], Job], now: float
-) -> Iterator[Metric | None]:
+def _progress(state: ServerState, shown: _Labelled, now: float) -> Iterator[Metric | None]:
     """Yield where jobs are in their largest data set."""
     largest: dict[str, JobProgress] = {}
     for count, progress in enumerate(list(state.memory.next_use.jobs)):
@@ -373,9 +404,9 @@ def _progress(
         "ffserve_job_samples_per_second", "Samples that the job uses.", labels=_LABELS
     )
     for labels, job in shown.items():
-        if job.name not in largest:
+        if job.key not in largest:
             continue
-        facts = progress_facts(state, largest[job.name], now)
+        facts = progress_facts(state, largest[job.key], now, None)
         epoch.add_metric(labels, facts["epoch"])
         rate.add_metric(labels, facts["rate"])
         if facts["count"]:

@@ -66,6 +66,11 @@ class JobRow:
     taken_by: str | None
 
     @property
+    def has_ended(self) -> bool:
+        """Whether it has no session any more."""
+        return not self.sessions
+
+    @property
     def at_work(self) -> bool:
         """Whether it was seen lately."""
         return self.idle_s < AT_WORK_S
@@ -181,8 +186,8 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """See the module's text. jobs: those at work first, the fastest first. memory, files: the
-    largest first. slow, lines: the latest first."""
+    """See the module's text. jobs: those at work first, the fastest first; those that have ended
+    last, the latest first. memory, files: the largest first. slow, lines: the latest first."""
 
     totals: Totals
     jobs: list[JobRow]
@@ -248,7 +253,7 @@ def _overview(facts: Facts) -> Overview:
     ]
     return Overview(
         totals=_totals(facts),
-        jobs=sorted(jobs, key=lambda job: (not job.at_work, -job.per_s, job.label)),
+        jobs=sorted(jobs, key=_place),
         memory=[
             MemoryRow(
                 [labels.get(name, printable(name[:LABEL_LENGTH])) for name in group["jobs"]],
@@ -280,6 +285,12 @@ def _overview(facts: Facts) -> Overview:
             for each in facts["preparations"]
         ],
     )
+
+
+def _place(job: JobRow) -> tuple[bool, float, bool, float, str]:
+    """Return the key by which jobs are sorted; see `Overview`."""
+    ended_s = job.idle_s if job.has_ended else 0.0
+    return job.has_ended, ended_s, not job.at_work, -job.per_s, job.label
 
 
 def _label(job: Facts) -> str:

@@ -58,6 +58,7 @@ def event(state: ServerState, now: float, *, names: bool) -> Generator[None, Non
     """
     facts = yield from status(state, now, _ADMINISTRATOR if names else _STRANGER)
     # Only rows that are shown become rows of the overview, which takes longer than to choose them.
+    ended = sum(job["sessions"] == 0 for job in facts["jobs"])
     facts["jobs"] = nsmallest(
         MOST_PAGE_JOBS, facts["jobs"], key=lambda job: (job["sessions"] == 0, job["idle_s"])
     )
@@ -84,10 +85,11 @@ def event(state: ServerState, now: float, *, names: bool) -> Generator[None, Non
     shown = {name: [asdict(row) for row in rows[:MOST_PAGE_ROWS]] for name, rows in lists.items()}
     yield
     totals = {**asdict(view.totals), "sessions_short": view.totals.sessions_short}
-    text = json.dumps({"names": names, "totals": totals, "jobs": jobs, **shown}, allow_nan=False)
+    facts = {"names": names, "totals": totals, "jobs": jobs, "ended": ended, **shown}
+    text = json.dumps(facts, allow_nan=False)
     return f"event: overview\ndata: {text}\n\n".encode()
 
 
 def _job(job: JobRow) -> dict[str, Any]:
-    computed = {"at_work": job.at_work, "waited": job.waited, "cause": job.cause}
-    return {**asdict(job), **computed}
+    computed = ("has_ended", "at_work", "waited", "cause")
+    return {**asdict(job), **{name: getattr(job, name) for name in computed}}

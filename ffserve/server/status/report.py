@@ -9,6 +9,7 @@ from typing import Any
 
 from ffserve._version import __version__
 from ffserve.cache.jobs import JobProgress
+from ffserve.engine.io import best_refusal
 from ffserve.limits import MOST_REPORT_ROWS
 from ffserve.server.files.remote import store_facts
 from ffserve.server.files.shards import OpenShard
@@ -42,13 +43,13 @@ def status(state: ServerState, now: float, peer: Peer) -> Generator[None, None, 
             ]
         yield None
     jobs = [job for job in state.jobs.all.values() if viewer in (None, job.user)]
-    own = {job.name for job in jobs}
+    own = {job.key for job in jobs}
     progress = [each for each in state.memory.next_use.jobs if each.job in own]
     yield from state.jobs.measure(now)
     rows = yield from _rows(
         shards=(shard_facts(state, s, viewer) for s in shards if state.files.catalog.has(s)),
-        progress=(progress_facts(state, each, now) for each in progress),
-        groups=iter(group_facts(state, now, None if viewer is None else own)),
+        progress=(progress_facts(state, each, now, viewer) for each in progress),
+        groups=iter(group_facts(state, now, viewer, own)),
         jobs=(job_facts(state, job, now, viewer) for job in jobs),
         domains=iter(domain_facts(state, viewer)),
         preparations=iter(preparation_facts(state, viewer)),
@@ -62,7 +63,14 @@ def status(state: ServerState, now: float, peer: Peer) -> Generator[None, None, 
         "uptime_s": round(now - state.began, 3),
         "socket": state.config.socket,
         "roots": list(state.config.roots),
-        "engine": {"kind": state.reading.engines.kind, **engine},
+        "engine": {
+            "kind": state.reading.engines.kind,
+            # Another kind that was chosen on purpose was not tried.
+            "refused": best_refusal(state.reading.engines.kind)
+            if state.config.engine == "auto"
+            else None,
+            **engine,
+        },
         "arena": arena_facts(state),
         "clients": client_facts(state),
         "samples": sample_facts(state),
@@ -220,14 +228,16 @@ def arena_facts(state: ServerState) -> dict[str, Any]:
     }
 
 
-def progress_facts(state: ServerState, progress: JobProgress, now: float) -> dict[str, Any]:
+def progress_facts(
+    state: ServerState, progress: JobProgress, now: float, viewer: Viewer | None
+) -> dict[str, Any]:
     """Return the progress of one job in one data set."""
     order, rate = progress.order, progress.pace.rate(now)
     position = progress.position if order else progress.seen_count
     count = order.count if order else progress.sample_count
     known = order is not None or progress.seen is not None
     return {
-        "job": progress.job,
+        "job": state.jobs.name_of(progress.job, viewer),
         "group": progress.group,
         "kind": kind_of(progress),
         "active": progress.active(now),
@@ -253,10 +263,13 @@ def kind_of(progress: JobProgress) -> str:
     return "random" if progress.replacement else "silent"
 
 
-def group_facts(state: ServerState, now: float, own: set[str] | None) -> list[dict[str, Any]]:
+def group_facts(
+    state: ServerState, now: float, viewer: Viewer | None, own: set[str]
+) -> list[dict[str, Any]]:
     """Return the memory of each group of data sets that share shards, the largest first.
 
-    Args: own: only groups with these jobs, and of their jobs only these; None: all.
+    Args: own: only groups with these jobs, and of their jobs only these, unless the viewer sees
+        everything.
     """
     floors, used = state.memory.cache.policy.floors(), state.memory.cache.policy.used
     groups = state.memory.next_use.groups
@@ -270,25 +283,30 @@ def group_facts(state: ServerState, now: float, own: set[str] | None) -> list[di
         }
         for number in sorted(used.keys() | groups.keys(), key=lambda n: -used.get(n, 0))
     ]
-    if own is not None:
+    if viewer is not None:
         for each in facts:
-            each["jobs"] = [name for name in each["jobs"] if name in own]
+            each["jobs"] = [key for key in each["jobs"] if key in own]
         facts = [each for each in facts if each["jobs"]]
+    for each in facts[:MOST_REPORT_ROWS]:
+        each["jobs"] = [state.jobs.name_of(key, viewer) for key in each["jobs"]]
     return facts[:MOST_REPORT_ROWS]
 
 
 def job_facts(state: ServerState, job: Job, now: float, viewer: Viewer | None) -> dict[str, Any]:
     """Return the counters of one job."""
     reads, rival = (
-        state.reading.scheduler.reads_of.get(job.name),
+        state.reading.scheduler.reads_of.get(job.key),
         state.jobs.all.get(job.time.taken_by or ""),
     )
+    taken_by = job.time.taken_by
+    if taken_by is not None:
+        taken_by = state.jobs.name_of(taken_by, viewer)
     hidden = job.time.taken_by is not None and not (
         viewer is None or (rival is not None and viewer == rival.user)
     )
     rates = (round(rate, 3) for rate in job.rates.per_second(now, state.jobs.counters_of(job)))
     return {
-        "name": job.name,
+        "name": state.jobs.name_of(job.key, viewer),
         "title": job.title,
         "user": job.user if isinstance(job.user, int) else job.user[0],
         "pid": job.pid or None,
@@ -308,5 +326,5 @@ def job_facts(state: ServerState, job: Job, now: float, viewer: Viewer | None) -
         "alone_size": min(job.time.alone_size, LARGEST_COUNT),
         "time_s": {cause: round(part_s, 3) for cause, part_s in job.time.causes.items()},
         "recent": {cause: round(share, 4) for cause, share in job.time.recent(now).items()},
-        "taken_by": "(another user)" if hidden else job.time.taken_by,
+        "taken_by": "(another user)" if hidden else taken_by,
     }

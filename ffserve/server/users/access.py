@@ -39,6 +39,11 @@ from ffserve.engine.many_files import (
 )
 from ffserve.errors import AccessDenied
 from ffserve.server.users.peers import Owner, Peer
+from ffserve.system.capabilities import (
+    CAP_DAC_OVERRIDE,
+    CAP_DAC_READ_SEARCH,
+    has_capability,
+)
 
 log = logging.getLogger("ffserve")
 
@@ -221,9 +226,7 @@ def _say_unknown() -> None:
 
 def may_read_everything() -> bool:
     """Whether permission bits do not bind this process (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH)."""
-    with open("/proc/self/status", encoding="ascii") as file:
-        effective = next(line for line in file if line.startswith("CapEff:"))
-    return bool(int(effective.split()[1], 16) & 0b110)
+    return has_capability(CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH)
 
 
 def _none_is(files: CheckedFiles) -> Bools:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -32,7 +31,7 @@ from ffserve.limits import (
     PREPARED_SAMPLE_SIZE,
     PREPARED_SHARE,
 )
-from ffserve.server.users.peers import Owner
+from ffserve.server.users.peers import Owner, account_of
 from ffserve.system.memfd import MemoryFile, SharedMemory
 
 SLABS_AT_ONCE = 4
@@ -185,8 +184,7 @@ class Domains:
         """Whether no further domain can be made for an owner."""
         if not self._claimed or owner in self._by_owner:
             return False
-        per_user = Counter(each[0] for each in self._by_owner if each is not None)
-        of_user = 0 if owner is None else per_user[owner[0]]
+        of_user = 0 if owner is None else len(self._of_account(owner))
         return len(self._by_owner) >= MOST_DOMAINS or of_user >= MOST_USER_DOMAINS
 
     def obtain(self, owner: Owner | None) -> Domain:
@@ -213,7 +211,7 @@ class Domains:
         domain = self.obtain(owner)
         most = max(self._arena.size // PREPARED_SHARE, LEAST_PREPARED_SIZE) // PREPARED_SAMPLE_SIZE
         left = most - sum(each.prepared_count for each in self._by_owner.values())
-        held = domain.prepared_count
+        held = sum(each.prepared_count for each in self._of_account(owner))
         if count > left or held + count > OTHERS_SHARE * left:
             raise ReadError(
                 f"user {owner[0]} has {held} prepared samples in the tables, in memory or not, "
@@ -221,6 +219,15 @@ class Domains:
                 hint="close data sets of other preparations, or raise the daemon's --arena",
             )
         return domain
+
+    def _of_account(self, owner: Owner) -> list[Domain]:
+        """Return the domains of an owner's user, in all namespaces."""
+        account = account_of(owner)
+        return [
+            domain
+            for other, domain in self._by_owner.items()
+            if other is not None and account_of(other) == account
+        ]
 
     def _make(self, owner: Owner | None) -> Domain:
         if self.is_full(owner):

@@ -12,9 +12,11 @@ import itertools
 import os
 import select
 import socket
+from collections import Counter
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from ffserve.limits import MOST_USER_NAMESPACES
 from ffserve.system.socket_path import Credentials
 
 _SO_PEERPIDFD = 77
@@ -24,6 +26,20 @@ Owner: TypeAlias = tuple[int, int]
 
 OWN, HOST = 0, 1
 """The namespaces that last as long as the daemon: its own, and that of process 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """A user as limits, lanes and threads count it: a uid, in whatever mount namespaces its
+    processes are. The root of another user namespace has the uid that it has outside, and the roots
+    of all containers without one are one account, which is not the administrator's."""
+
+    uid: int
+    trusted: bool
+
+    def __str__(self) -> str:
+        return f"{self.uid} {'trusted' if self.trusted else ''}"
+
 
 Viewer: TypeAlias = int | Owner
 """STATUS shows a viewer its own files and jobs."""
@@ -66,14 +82,25 @@ class Peer:
     @property
     def is_administrator(self) -> bool:
         """Whether it is root or the daemon's own user, and not the root of a container."""
-        return is_administrator(self.uid) and self.namespace in (OWN, HOST)
+        return self.account.trusted
+
+    @property
+    def account(self) -> Account:
+        """The account that its limits are charged to."""
+        return account_of(self.owner)
+
+
+def account_of(owner: Owner) -> Account:
+    """Return the account that an owner's limits are charged to."""
+    uid, namespace = owner
+    return Account(uid, is_administrator(uid) and namespace in (OWN, HOST))
 
 
 def viewer_of(owner: Owner) -> Viewer:
     """Return as which viewer an owner gets STATUS: as the user, in all namespaces, unless the
     number of the user stands for another one elsewhere."""
-    uid, namespace = owner
-    elsewhere = is_administrator(uid) and namespace not in (OWN, HOST)
+    uid, account = owner[0], account_of(owner)
+    elsewhere = is_administrator(uid) and not account.trusted
     return owner if elsewhere or uid == _ambiguous_uid() else uid
 
 
@@ -84,10 +111,12 @@ def is_administrator(uid: int) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Namespace:
-    """A mount namespace with clients. mounts: its table of mounts, which keeps it alive."""
+    """A mount namespace with clients. mounts: its table of mounts, which keeps it alive. account:
+    the user whose process came from it first."""
 
     number: int
     mounts: int
+    account: Account
     clients: int = 0
 
 
@@ -102,18 +131,20 @@ class Namespaces:
     def __init__(self) -> None:
         self._by_mount: dict[int, _Namespace] = {}
         self._by_number: dict[int, _Namespace] = {}
+        self._counts: Counter[Account] = Counter()
+        """The namespaces of each user that are kept alive here, each with a descriptor."""
         self._numbers = itertools.count(HOST + 1)
 
     def peer(self, connection: socket.socket) -> Peer:
         """Return the peer of a connected Unix socket; `release` its namespace when it has gone."""
         pid, uid = Credentials.of(connection)
-        namespace = None if uid == _ambiguous_uid() else self._hold(pid)
+        namespace = None if uid == _ambiguous_uid() else self._hold(pid, uid)
         if namespace is not None and _has_ended(connection):
             self.release(namespace)
             namespace = None
         return Peer(pid, uid, next(_unknown) if namespace is None else namespace)
 
-    def _hold(self, pid: int) -> int | None:
+    def _hold(self, pid: int, uid: int) -> int | None:
         if not _proc_is_own():
             return None
         try:
@@ -133,8 +164,14 @@ class Namespaces:
         if first == _mount_of("1"):
             return HOST
         if held is None:
-            held = self._by_mount[first] = _Namespace(next(self._numbers), fd)
-            self._by_number[held.number] = held
+            number = next(self._numbers)
+            account = account_of((uid, number))
+            if self._counts[account] >= MOST_USER_NAMESPACES:
+                os.close(fd)
+                return None
+            held = self._by_mount[first] = _Namespace(number, fd, account)
+            self._by_number[number] = held
+            self._counts[account] += 1
         held.clients += 1
         return held.number
 
@@ -147,6 +184,9 @@ class Namespaces:
         if held.clients:
             return False
         del self._by_number[number]
+        self._counts[held.account] -= 1
+        if not self._counts[held.account]:
+            del self._counts[held.account]
         for first in [first for first, each in self._by_mount.items() if each is held]:
             del self._by_mount[first]
         os.close(held.mounts)

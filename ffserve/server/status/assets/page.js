@@ -6,6 +6,7 @@
 
 const POINTS = 150;
 const JOB_POINTS = 30;
+const ENDED_SHOWN = 5;
 const LATE_MS = 15000;
 const CAUSES = ["disk", "queue", "taken", "decode", "memory", "origin"];
 const WAITS_CAREFUL = 0.2;
@@ -15,6 +16,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const past = { samples: [], hits: [], disk: [], memory: [] };
 const pastOfJobs = new Map();
 let lastEvent = 0;
+let allEnded = false;
 
 // ---- texts ----
 
@@ -231,8 +233,29 @@ function showJobs(jobs) {
   );
 }
 
+// The jobs that ended last, folded; a button shows all that the event has.
+function showEnded(jobs, count) {
+  list(
+    "ended",
+    [
+      ["Job", "text", (job) => element("span", "", element("span", "name idle", job.label), element("span", "small", job.command))],
+      ["Ended", "number", (job) => `${duration(job.idle_s)} ago`],
+      ["Samples", "number", (job) => amount(job.samples)],
+      ["Hits in all", "number", (job) => percent(job.hit_rate)],
+      ["Errors", "number", (job) => (job.errors ? element("span", "wrong", String(job.errors)) : "")],
+    ],
+    allEnded ? jobs : jobs.slice(0, ENDED_SHOWN),
+  );
+  const section = document.getElementById("ended");
+  section.querySelector("h2").textContent = counted(count, "ended job");
+  section.querySelector("button").hidden = allEnded || jobs.length <= ENDED_SHOWN;
+  const more = count - jobs.length;
+  section.querySelector("p").textContent = more && allEnded ? `and ${more} more: ffserve status --all` : "";
+}
+
 function showLists(event) {
-  showJobs(event.jobs);
+  showJobs(event.jobs.filter((job) => !job.has_ended));
+  showEnded(event.jobs.filter((job) => job.has_ended), event.ended);
   list(
     "kept",
     [
@@ -317,6 +340,10 @@ function watch() {
   });
 }
 
+document.querySelector("#ended button").addEventListener("click", (click) => {
+  allEnded = true;
+  click.target.hidden = true; // the next event brings the rows
+});
 setInterval(() => {
   if (lastEvent && Date.now() - lastEvent > LATE_MS) state("lost", "the daemon does not answer");
 }, 1000);
