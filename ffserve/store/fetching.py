@@ -91,7 +91,7 @@ class Breaker:
         """
         begun = time.monotonic()
         pause = FIRST_PAUSE_S
-        while True:
+        for count in itertools.count(1):
             deadline = begun + self._patience_s
             probe = self._admit(deadline)
             try:
@@ -100,8 +100,11 @@ class Breaker:
                 self._known |= error.answered
                 self._answered(probe, None if not error.again else error.error)
                 wait = random.uniform(0.5, 1.0) * pause
-                if not error.again or time.monotonic() + wait > deadline:
+                if not error.again:
                     raise error.error from error.__cause__
+                if time.monotonic() + wait > deadline:
+                    tried = _tried(error.error, count, time.monotonic() - begun)
+                    raise tried from error.__cause__
                 time.sleep(wait)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
             except BaseException:
@@ -111,6 +114,7 @@ class Breaker:
                 self._known = True
                 self._answered(probe, None)
                 return result
+        raise AssertionError("the loop ends with a result or an error")
 
     @property
     def _patience_s(self) -> float:
@@ -132,7 +136,7 @@ class Breaker:
                 deadline = min(deadline, self._since + self._patience_s)
                 if now >= deadline:
                     assert self._last is not None
-                    raise self._last.located()
+                    raise _tried(self._last, self._failures, now - self._since)
                 until = deadline if self._probing else min(self._next, deadline)
                 self._changed.wait(max(until - now, 0.001))
             return False
@@ -156,6 +160,12 @@ class Breaker:
             if probe:
                 self._probing = False
             self._changed.notify_all()
+
+
+def _tried(error: FFServeError, count: int, seconds: float) -> FFServeError:
+    """Return an error that says how often a request was made before it was given up."""
+    often = "once" if count == 1 else f"{count} times in {seconds:.0f} s"
+    return type(error)(f"{error.message}; tried {often}", path=error.path, hint=error.hint)
 
 
 @dataclass(order=True)

@@ -179,6 +179,11 @@ def failure(error: BaseException, url: str) -> OriginError:
     if names & {"TimeoutError", "FSTimeoutError", "ReadTimeoutError", "ConnectTimeoutError",
                 "TimeoutException"}:  # fmt: skip
         return _later(f"the origin did not answer in time: {text}", where, answered=False)
+    if names & ({"IncompleteRead"} | union(lambda each: each.cut_errors)):
+        message = (
+            "the connection to the origin failed: the origin closed it in the middle of an answer"
+        )
+        return _later(message, where, answered=False)
     if _is_connection(chain, names):
         return _later(f"the connection to the origin failed: {text}", where, answered=False)
     if "FileNotFoundError" in names:
@@ -215,7 +220,7 @@ def _is_connection(chain: list[BaseException], names: set[str]) -> bool:
 
 
 def _later(message: str, where: str, *, answered: bool = True) -> OriginError:
-    hint = "check the network and the origin; the request was repeated for some time"
+    hint = "check the network and the origin"
     return OriginError(ReadError(message, path=where, hint=hint), again=True, answered=answered)
 
 

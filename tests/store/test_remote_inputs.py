@@ -112,7 +112,8 @@ def test_files_of_unknown_size(server: HttpOrigin, tmp_path: Path) -> None:
     assert server.cuts == 0
     assert streamed(url) == content
     server.cuts = 1 << 20
-    with pytest.raises(ReadError, match=r"odd\.txt: the connection to the origin failed"):
+    plain = r"odd\.txt: .* the origin closed it in the middle of an answer"
+    with pytest.raises(ReadError, match=plain):
         streamed(url)
     with pytest.raises(ReadError, match="does not report the size of the file"):
         fetching.listing(url)

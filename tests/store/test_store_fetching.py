@@ -19,6 +19,7 @@ from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError, U
 from ffserve.store import fetching, urls
 from ffserve.store.directory import Store
 from ffserve.store.fetching import NOW, Fetcher, OpenObject, identity_of, listing
+from ffserve.store.origin import OriginError
 from ffserve.store.schemes.base import Scheme
 
 pytest.importorskip("fsspec")
@@ -319,6 +320,18 @@ def test_a_full_disk_is_read_past(
     assert caplog.text.count("cannot write blocks, so reads pass the store") == 1
     caplog.clear()
     assert not file.stored.state.words.any()
+
+
+def test_an_origin_that_is_given_up_says_how_often_it_was_asked() -> None:
+    breaker = fetching.Breaker(give_up_s=0.2)
+    breaker.call(lambda: None)
+
+    def fail() -> None:
+        raise OriginError(ReadError("it fails", path="s3://b/x"), again=True)
+
+    for _ in range(2):
+        with pytest.raises(ReadError, match=r"s3://b/x: it fails; tried (once|\d+ times in \d+ s)"):
+            breaker.call(fail)
 
 
 def test_secrets_are_not_shown() -> None:

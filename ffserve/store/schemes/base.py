@@ -134,6 +134,8 @@ class Scheme:
     """Codes in an answer that mean that the request may be repeated later."""
     connection_errors: ClassVar[tuple[str, ...]] = ()
     """Names of exception classes that mean that the connection failed."""
+    cut_errors: ClassVar[tuple[str, ...]] = ()
+    """Names of exception classes that mean that an answer ended before its announced end."""
     closed_texts: ClassVar[tuple[str, ...]] = ()
     """Beginnings of the texts of an OSError without a number that means that the connection
     failed."""

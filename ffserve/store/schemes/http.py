@@ -27,6 +27,7 @@ class Http(Scheme):
     settings = ("HTTP",)
     options: ClassVar = {"headers": dict}
     connection_errors = "ClientConnectionError", "ClientPayloadError"
+    cut_errors = "ContentLengthError", "TransferEncodingError"
 
     def collect(self, settings: Options) -> Options:
         headers = {**settings.pop("headers", {})}
