@@ -21,19 +21,20 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
+    Coroutine,
     Generator,
     Sequence,
 )
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 from ffserve.client.announced import check_count
 from ffserve.client.failover import LoopSelector, OpenRequest, announce
-from ffserve.client.loop import Failed, in_thread, loop_state
-from ffserve.client.source import Batch, Target, cut
+from ffserve.client.loop import Failed, LoopState, in_thread, loop_state
+from ffserve.client.source import Batch, SampleSource, Target, cut
 from ffserve.dataset.layout import ShardInfo
 from ffserve.dataset.paths import PathLike, expand_paths
 from ffserve.dtypes import Bytes, Int64s
-from ffserve.errors import FFServeError, UsageError
+from ffserve.errors import ArenaError, FFServeError, ServerUnavailable, UsageError
 from ffserve.reader import (
     READ_AHEAD_COUNT,
     READ_AHEAD_SIZE,
@@ -44,6 +45,8 @@ from ffserve.reader import (
     pieces,
     split,
 )
+
+T = TypeVar("T")
 
 
 def open(
@@ -121,6 +124,21 @@ class Reader(BaseReader):
             self._selectors[state.loop] = selector
         return selector
 
+    async def _retrying(
+        self, attempt: Callable[[LoopState, SampleSource], Coroutine[Any, Any, T]]
+    ) -> T:
+        """Make a request; if the daemon goes away meanwhile, or its arena has no memory for a
+        sample, make it again as a whole."""
+        selector = self._here()
+        while True:
+            source = await selector.current()
+            try:
+                return await attempt(selector.state, source)
+            except (ServerUnavailable, ArenaError) as error:
+                spare = await selector.after(source, error)
+            if spare is not None:
+                return await attempt(selector.state, spare)
+
     def _drop_closed_loops(self) -> None:
         """Close the sources of loops that were closed without `aclose`; `loop_state` has closed
         their connections."""
@@ -158,9 +176,8 @@ class Reader(BaseReader):
         Args, Returns, Raises: as `ffserve.Reader.read`. A cancelled read leaves nothing behind.
         """
         numbers = self._numbers(indices)
-        selector = self._here()
-        target, failed = await selector.retrying(
-            lambda source: selector.state.read(source, numbers, apart=True)
+        target, failed = await self._retrying(
+            lambda state, source: state.read(source, numbers, apart=True)
         )
         assert target.arrays is not None
         self._used(numbers)
@@ -173,9 +190,8 @@ class Reader(BaseReader):
             nothing is written there any more.
         """
         numbers = self._numbers(indices)
-        selector = self._here()
-        target, failed = await selector.retrying(
-            lambda source: selector.state.read(source, numbers, apart=False, out=out)
+        target, failed = await self._retrying(
+            lambda state, source: state.read(source, numbers, apart=False, out=out)
         )
         self._used(numbers)
         self._raise_first(failed, numbers)
@@ -216,10 +232,7 @@ class Reader(BaseReader):
             await asyncio.gather(*(task for _, task in ahead.begun), return_exceptions=True)
 
     def _start(self, numbers: Int64s) -> asyncio.Task[tuple[Target, Failed]]:
-        selector = self._here()
-        reading = selector.retrying(
-            lambda source: selector.state.read(source, numbers, apart=False)
-        )
+        reading = self._retrying(lambda state, source: state.read(source, numbers, apart=False))
         return asyncio.ensure_future(reading)
 
     # ---- the order ------------------------------------------------------------------------
@@ -237,7 +250,7 @@ class Reader(BaseReader):
         Args, Raises: as `ffserve.Reader.announce`.
         """
         announcement = self._checked_order(order, epoch, name, replacement)
-        await self._here().retrying(lambda source: announce(source, announcement))
+        await self._retrying(lambda _, source: announce(source, announcement))
         self._announced.add(*announcement)
 
     def reached(self, epoch: int, position: int) -> None:
@@ -259,8 +272,7 @@ class Reader(BaseReader):
     async def sizes(self, indices: Any = None) -> Int64s:
         """Return lengths in bytes, int64[n], as `ffserve.Reader.sizes`; None for all."""
         numbers = self._intact if indices is None else self._numbers(indices)
-        selector = self._here()
-        return await selector.retrying(lambda source: selector.state.sizes(source, numbers))
+        return await self._retrying(lambda state, source: state.sizes(source, numbers))
 
     async def _leave_out_damaged(self) -> None:
         bad: dict[int, FFServeError] = {}

@@ -17,10 +17,13 @@ the limit of all users.
   LEAST_PREPARED_SIZE);
 - bytes on their way from origins, FETCH_SIZE for each of ORIGIN_THREADS requests to each of
   MOST_ORIGINS: 4 GiB;
-- tables of open files, 32 bytes per sample, which have no limit per user (docs/SECURITY.md).
+- tables of open files, TABLE_SAMPLE_SIZE bytes per sample, and of files that are closed while their
+  samples are kept: four fifths of 1 part in TABLES_SHARE of the arena (at least of
+  LEAST_TABLES_SIZE, at most of half the memory beside the arena). Of these, MOST_UNBACKED may be
+  tables of files with holes, which cost their owner nothing.
 
-With an arena of 64 GiB that is 160 MiB + 12.8 GiB + 12.8 GiB at the very most, and 4 GiB with
-remote files. In the arena, leases of one user pin at most four fifths of 1 part in LEASED_SHARE:
+With an arena of 64 GiB that is 160 MiB + 3 times 12.8 GiB at the very most, and 4 GiB with remote
+files. In the arena, leases of one user pin at most four fifths of 1 part in LEASED_SHARE:
 two fifths.
 
 **Descriptors.** With a limit of N on open files (RLIMIT_NOFILE), the daemon opens
@@ -38,8 +41,9 @@ This is more than N. The parts are limits and not reservations: with many sessio
 shards, and an OPEN that finds no descriptor closes idle shards or fails with a hint.
 
 **Threads.** For each user USER_OPENINGS that open files (ASKED_AT_ONCE each for remote files),
-CLOSING_THREADS, one that explains damaged samples, one that reads samples a second time, one that
-copies prepared samples, and ORIGIN_THREADS for each of MOST_ORIGINS. For all users, BLOCK_THREADS.
+MOST_SCANS of them for damaged files, CLOSING_THREADS, one that explains damaged samples, one that
+reads samples a second time, one that copies prepared samples, and ORIGIN_THREADS for each of
+MOST_ORIGINS. For all users, BLOCK_THREADS.
 
 **Disk.** The store takes at most `store.limit`. Of that, the state of one object has at most 1 part
 in OVERHEAD_SHARE, and an announced order fetches at most MOST_FETCHED_AHEAD before it is used.
@@ -81,6 +85,9 @@ the user in all namespaces, of which there may be any number; further ones wait.
 or one for each of ASKED_AT_ONCE remote files, and the descriptors of a message."""
 ASKED_AT_ONCE = 16
 """Objects of one OPEN that are looked up, or whose tables are read, at the same time."""
+MOST_SCANS = 1
+"""Tolerant scans of one user at once, which search damaged files for intact records; further ones
+wait."""
 MOST_ORIGINS = 64
 """Origins of which the user has objects open at a time; a further one fails. Each has threads."""
 CLOSING_THREADS = 4
@@ -170,6 +177,21 @@ PREPARED_SHARE, LEAST_PREPARED_SIZE = 4, 1 << 30
 """Prepared samples need no file, but tables. These take at most 1 part in PREPARED_SHARE of the
 arena's size, or LEAST_PREPARED_SIZE, if each sample takes PREPARED_SAMPLE_SIZE bytes."""
 PREPARED_SAMPLE_SIZE = 32
+TABLES_SHARE, LEAST_TABLES_SIZE = 4, 1 << 30
+"""Tables of files take at most 1 part in TABLES_SHARE of the arena's size, or LEAST_TABLES_SIZE,
+and at most half of the memory beside the arena; a further file is refused. That is enough for 13
+million samples of one user with the smallest arena."""
+TABLE_SAMPLE_SIZE, OPENING_SAMPLE_SIZE = 32, 32
+"""Bytes of tables for a sample: while its file is open, and besides while it is being opened."""
+TABLES_PER_BYTE = 64
+"""A byte of a file that is stored accounts for this many bytes of tables; an honest sample takes
+one byte at least, even where the file system compresses."""
+MOST_UNBACKED = 64 << 20
+"""Bytes of tables of one user for which no bytes of the files account; a further file is
+refused."""
+SCANNED_ALLOWED, SCANNED_PER_BYTE = 2 << 30, 16
+"""A scan reads SCANNED_ALLOWED bytes of a file, and SCANNED_PER_BYTE for each byte that is stored;
+then the file is refused, since it consists of holes."""
 LEASED_SHARE = 2
 """All leases together pin at most 1 part in LEASED_SHARE of the arena; beyond, clients copy."""
 LEASED_SLABS = 3 / 4

@@ -26,7 +26,7 @@ from ffserve.client.daemon import connection as connections
 from ffserve.client.failover import OpenRequest, SourceSelector, closed_error
 from ffserve.client.local.local_source import LocalSource
 from ffserve.client.record_stream import RecordStream
-from ffserve.client.source import Batch, Leased, Source, cut
+from ffserve.client.source import Batch, Leased, SampleSource, cut
 from ffserve.dataset.layout import ShardInfo as ShardInfo
 from ffserve.dataset.layout import as_int64, check_range
 from ffserve.dataset.paths import PathLike, expand_paths
@@ -205,7 +205,9 @@ class BaseReader:
         if bad:
             self._intact = np.delete(np.arange(self._request.count, dtype=np.int64), list(bad))
 
-    def _summed(self, current: Source, spare: Source | None) -> dict[str, int | float | str]:
+    def _summed(
+        self, current: SampleSource, spare: SampleSource | None
+    ) -> dict[str, int | float | str]:
         facts = dict(current.stats())
         others: list[dict[str, Any]] = [self._request.totals]
         if spare is not None:
@@ -221,7 +223,7 @@ class BaseReader:
         return facts
 
     def _checked_order(self, order: Any, epoch: int, name: str | None, replacement: bool) -> Order:
-        """Return the arguments of `Source.announce`. Raises: as `Reader.announce`."""
+        """Return the arguments of `SampleSource.announce`. Raises: as `Reader.announce`."""
         numbers = self._numbers(order)
         epoch = check_count("epoch", epoch)
         check_order(numbers, self._request.count, name, replacement)
@@ -266,10 +268,19 @@ class Reader(BaseReader, Sequence[Bytes]):
         super()._set_up()
         self._selector = SourceSelector(self._request, self._announced)
 
-    def _retrying(self, attempt: Callable[[Source], T]) -> T:
-        return self._selector.retrying(attempt)
+    def _retrying(self, attempt: Callable[[SampleSource], T]) -> T:
+        """Make a request; if the daemon goes away meanwhile, or its arena has no memory for a
+        sample, make it again as a whole."""
+        while True:
+            source = self._selector.current()
+            try:
+                return attempt(source)
+            except (ServerUnavailable, ArenaError) as error:
+                spare = self._selector.after(source, error)
+            if spare is not None:
+                return attempt(spare)
 
-    def current_source(self, *, lead: bool = False) -> Source:
+    def current_source(self, *, lead: bool = False) -> SampleSource:
         """Return the present source; for what belongs to it, such as prepared samples.
 
         Args: lead: begin a job of its own first, as `announce` does.
@@ -328,7 +339,7 @@ class Reader(BaseReader, Sequence[Bytes]):
                 return lookup
         numbers = self._numbers(indices)
 
-        def attempt(current: Source) -> tuple[list[Bytes], dict[int, FFServeError]]:
+        def attempt(current: SampleSource) -> tuple[list[Bytes], dict[int, FFServeError]]:
             known = lookup if current is source else None
             request = current.start(numbers, apart=True, found=known)
             failed = current.finish(request)
@@ -364,7 +375,7 @@ class Reader(BaseReader, Sequence[Bytes]):
             lookup = found
         numbers = self._numbers(numbers)
 
-        def attempt(current: Source) -> tuple[Batch, dict[int, FFServeError]]:
+        def attempt(current: SampleSource) -> tuple[Batch, dict[int, FFServeError]]:
             known = lookup if current is source else None
             request = current.start(numbers, apart=False, out=out, found=known)
             failed = current.finish(request)
@@ -476,11 +487,11 @@ class Reader(BaseReader, Sequence[Bytes]):
             for _, (_, source, pending) in ahead.begun:
                 self._discard(source, pending)
 
-    def _start(self, numbers: Int64s) -> tuple[Int64s, Source, Any]:
+    def _start(self, numbers: Int64s) -> tuple[Int64s, SampleSource, Any]:
         return self._retrying(lambda source: (numbers, source, source.start(numbers, apart=False)))
 
     def _finish(
-        self, numbers: Int64s, source: Source, pending: Any
+        self, numbers: Int64s, source: SampleSource, pending: Any
     ) -> tuple[Batch, dict[int, FFServeError]]:
         if self._request.closed:
             self._discard(source, pending)
@@ -494,12 +505,12 @@ class Reader(BaseReader, Sequence[Bytes]):
         return self._retrying(lambda source: self._batch(source, numbers))
 
     @staticmethod
-    def _batch(source: Source, numbers: Int64s) -> tuple[Batch, dict[int, FFServeError]]:
+    def _batch(source: SampleSource, numbers: Int64s) -> tuple[Batch, dict[int, FFServeError]]:
         pending: Any = source.start(numbers, apart=False)
         failed = source.finish(pending)
         return Batch(pending.target.buffer, pending.target.offsets), failed
 
-    def _discard(self, source: Source, pending: Any) -> None:
+    def _discard(self, source: SampleSource, pending: Any) -> None:
         if self._selector.selection.has(source):
             with contextlib.suppress(FFServeError):
                 source.finish(pending)
@@ -734,7 +745,7 @@ class StreamReader(Reader):
                 raise closed_error()
             yield batch
 
-    def _retrying(self, attempt: Callable[[Source], T]) -> T:
+    def _retrying(self, attempt: Callable[[SampleSource], T]) -> T:
         self.open_by_index()
         return super()._retrying(attempt)
 

@@ -16,9 +16,12 @@ from costs import Costs
 from daemon import Daemon, serving
 from hypothesis import HealthCheck, settings
 
+# A shell's background job ignores Ctrl-C, and that of nohup the end of its terminal; so would every
+# process that the tests send them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell's background job ignores Ctrl-C, and so would every process that the tests send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 # pytest has put this folder there. Its folders torch, ray and spark would be found as packages

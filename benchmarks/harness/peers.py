@@ -62,6 +62,7 @@ class Peer:
         forks: a process may import it by its name, and fork then.
         stream: delivers the samples of a case, instead of `open`.
         format: the name of its files, for peers that share them; its own name by default.
+        prefix: its own environment is PREFIX/peers/PACKAGE.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Peer:
     forks: bool = True
     stream: Callable[[Case], Delivered] | None = None
     format: str = ""
+    prefix: str = sys.prefix
 
     @property
     def installation(self) -> Installation | None:
@@ -80,7 +82,7 @@ class Peer:
         with contextlib.suppress(ImportError, ValueError):
             if importlib.util.find_spec(self.module) is not None:
                 return THIS
-        own = os.path.join(sys.prefix, "peers", self.package, "bin", "python")
+        own = os.path.join(self.prefix, "peers", self.package, "bin", "python")
         return Installation(interpreter=own) if os.path.exists(own) else None
 
     @property

@@ -22,6 +22,7 @@ import pyarrow as pa
 
 from ffserve.disk.files import wrap_os_error
 from ffserve.errors import FormatError, MissingFile, UsageError
+from ffserve.store import urls
 from ffserve.store.public import ObjectVersion, find, sized
 from ffserve.store.urls import has_magic, is_url, shown
 
@@ -77,19 +78,17 @@ class DataFile:
 def local_path(path: str) -> str:
     """Return a path of this machine for a path or ``file:`` URL.
 
-    Raises: UsageError for another scheme.
+    Raises: UsageError for another scheme, or another machine.
     """
-    found = _SCHEME.match(path)
-    if found is None:
-        return path
-    if found[1].lower() != "file":
+    found, local = _SCHEME.match(path), urls.local_path(path, escaped=False)
+    if local is None or (found is not None and local == path):
+        assert found is not None
         raise UsageError(
             f"the file system {found[1]!r} is not supported",
             path=path,
             hint="use a path that all machines have mounted; URLs (SCHEME://…) can be read only",
         )
-    rest = path[len(found[0]) :]
-    return "/" + rest.lstrip("/") if rest.startswith("/") else rest
+    return local
 
 
 def find_files(paths: Iterable[str], base: str | None = None) -> list[DataFile]:

@@ -26,7 +26,7 @@ from ffserve.cache.cache import Cache, Fetch, Load
 from ffserve.cache.jobs import JobProgress
 from ffserve.cache.orders import AnnouncedOrder
 from ffserve.dtypes import Int64s
-from ffserve.reads.windows import window_ends
+from ffserve.reads.windows import LEAST_SIZE, fewest, window_ends
 
 PIECE_COUNT = 128
 """A piece has at most this many samples."""
@@ -65,12 +65,8 @@ WINDOW_SHARE = 3
 arena."""
 WINDOW_LOOK = 1 << 17
 """The end of a window is searched for within this many samples, which takes 2 ms."""
-WINDOW_LEAST_SIZE = 4 << 20
-"""Several windows that have fewer bytes than this are read as one."""
 WINDOW_PIECE_SIZE = 2 << 20
 """A piece of a window has at most this many bytes."""
-WINDOW_SAMPLE_SIZE = 32 * 1024
-"""Samples of more bytes than this are read singly: a disk reaches its full speed with them."""
 SAMPLED = 256
 """The mean size of an order's samples is estimated from this many of them."""
 
@@ -133,10 +129,10 @@ class _Cursor:
 class Prefetcher:
     """See the module's text.
 
-    Args: window_least_size: see WINDOW_LEAST_SIZE.
+    Args: window_least_size: several windows of fewer bytes are read as one.
     """
 
-    def __init__(self, cache: Cache, *, window_least_size: int = WINDOW_LEAST_SIZE) -> None:
+    def __init__(self, cache: Cache, *, window_least_size: int = LEAST_SIZE) -> None:
         self._cache = cache
         self._window_least_size = window_least_size
         self._cursors: dict[JobProgress, _Cursor] = {}
@@ -329,10 +325,10 @@ class Prefetcher:
             numbers = order.numbers(cursor.position, cursor.position + look)
             # After a jump into the middle of a window, the rest of it.
             jumped = cursor.position > cursor.window_end > 0
-            least = 1 if jumped else max(int(self._window_least_size / size), 1)
+            least = fewest(size, self._window_least_size)
             last = cursor.position + look >= order.count
-            small = size <= WINDOW_SAMPLE_SIZE
-            end = next(window_ends(numbers, least, last=last), None) if small else None
+            ends = window_ends(numbers, 1 if jumped else least, last=last)
+            end = next(ends, None) if least else None
             if end is None:
                 cursor.windowed, cursor.window_end = False, 0
                 return

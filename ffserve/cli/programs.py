@@ -66,6 +66,12 @@ from ffserve.order import checked_integer
     help="Name of this attempt of the job, the same for all ranks; with --rank and --output.  "
     "[default: of the launcher's environment]",
 )
+@click.option(
+    "--grace",
+    type=click.IntRange(0, 1 << 20),
+    metavar="SECONDS",
+    help="Kill a program that has not ended so long after SIGTERM.  [default: 10]",
+)
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
 def run(
@@ -80,6 +86,7 @@ def run(
     framing: str | None,
     outputs: tuple[str, ...],
     name: str | None,
+    grace: int | None,
     program: tuple[str, ...],
 ) -> int:
     """Run a program on its share of input files, as XLearning does.
@@ -95,6 +102,7 @@ def run(
     """
     from ffserve.inputs import job
     from ffserve.inputs.outputs import parse_output
+    from ffserve.inputs.processes import GRACE_S
     from ffserve.inputs.stream import Framing
 
     _check_options(ctx)
@@ -120,6 +128,7 @@ def run(
             framing=cast(Framing, framing or "lines"),
             outputs=parsed,
             name=name,
+            grace_s=GRACE_S if grace is None else grace,
         ),
         say,
     )

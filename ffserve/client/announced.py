@@ -27,7 +27,7 @@ MOST_EPOCHS = 2
 """A reader keeps this many orders for the next daemon, in case this one restarts."""
 
 Order: TypeAlias = tuple[Int64s, int, str | None, bool]
-"""The arguments of `Source.announce`: order, epoch, name, replacement."""
+"""The arguments of `SampleSource.announce`: order, epoch, name, replacement."""
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class AnnouncedOrders:
             del self._orders[min(self._orders)]
 
     def orders(self) -> list[Order]:
-        """Return arguments of `Source.announce`, first epoch first."""
+        """Return arguments of `SampleSource.announce`, first epoch first."""
         return [
             (known.order.astype(np.int64), epoch, known.name, known.replacement)
             for epoch, known in sorted(self._orders.items())

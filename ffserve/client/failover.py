@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import logging
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from functools import partial
+from operator import methodcaller
 from typing import Any, TypeAlias, TypeVar
 
 from ffserve import protocol
@@ -31,7 +32,7 @@ from ffserve.client.daemon.shared_memory import DaemonSource
 from ffserve.client.local.local_source import LocalSource
 from ffserve.client.local.ranged_source import RangedSource, identified
 from ffserve.client.loop import LARGE_COPY_SIZE, LoopConnection, LoopState, in_thread
-from ffserve.client.source import Source
+from ffserve.client.source import SampleSource
 from ffserve.engine.io import probe
 from ffserve.errors import (
     AccessDenied,
@@ -64,43 +65,8 @@ _NOT_RUNNING = (FileNotFoundError, NotADirectoryError, ConnectionRefusedError)
 T = TypeVar("T")
 
 
-class OpenSource(enum.Enum):
-    """A step: open a source."""
-
-    REMOTE = "the daemon"
-    LOCAL = "an engine in this process"
-
-
-@dataclass(frozen=True, slots=True)
-class StartDaemon:
-    """A step: have a daemon that listens on the socket."""
-
-
-@dataclass(frozen=True, slots=True)
-class Announce:
-    """A step: announce an order to a source."""
-
-    source: Source
-    order: Order
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """A step: take `SourceSelection.returning`; with threads, in another one."""
-
-    instead_of: Source | None
-
-
-@dataclass(slots=True)
-class Alone:
-    """A step: take these while no other thread or task takes such steps. It does not hold `close`
-    up."""
-
-    steps: SelectionSteps[Any]
-
-
-Step: TypeAlias = OpenSource | StartDaemon | Announce | Look | Alone | float
-"""A float is a step as well: wait this many seconds."""
+Step: TypeAlias = Callable[[Any], Any]
+"""A call of the driver, such as `methodcaller("open_daemon")`; one in an event loop awaits it."""
 SelectionSteps: TypeAlias = Generator[Step, Any, T]
 
 
@@ -175,7 +141,7 @@ class OpenRequest:
             self.own = user_socket() != self.socket
         return self.own
 
-    def check(self, source: Source) -> None:
+    def check(self, source: SampleSource) -> None:
         """Note what a new source opened. Raises when it is not what the last one had."""
         if self.closed:
             raise closed_error()
@@ -190,7 +156,20 @@ class OpenRequest:
         self._expected = found
         self.count = source.count
 
-    def add_totals(self, source: Source) -> None:
+    def open_local(self, **options: Any) -> LocalSource:
+        """Open the files in this process. Args: options: others of `LocalSource`, for local ones.
+        Raises: as `LocalSource`, `RangedSource`."""
+        about = self.paths, self.format, self.verify, self.tolerant
+        source: LocalSource
+        if self.remote:
+            source = RangedSource(*about, self.seen, share=self.share, identities=self.identities)
+            self.identities = source.identities
+        else:
+            source = LocalSource(*about, seen=self.seen, share=self.share, **options)
+        self.share = source.share
+        return source
+
+    def add_totals(self, source: SampleSource) -> None:
         """A source will read no more for this reader."""
         for name in ("hits", "misses", "bytes"):
             self.totals[name] = self.totals.get(name, 0) + int(source.stats()[name])
@@ -204,7 +183,7 @@ class SourceSelection:
 
     def __init__(self, request: OpenRequest, announced: AnnouncedOrders) -> None:
         self.request = request
-        self.source: Source | None = None
+        self.source: SampleSource | None = None
         self.spare: LocalSource | None = None
         """Reads what the daemon's arena cannot hold; opened when that happens."""
         self.away_since: float | None = None
@@ -212,7 +191,7 @@ class SourceSelection:
         self._announced = announced
         self._swapping = threading.Lock()
         """Held while `source` and `request.closed` change together."""
-        self._former: Source | None = None
+        self._former: SampleSource | None = None
         """A source in the job that this process inherited: what was begun there may end there."""
         self._searches = 0
         """Searches for a source that have ended."""
@@ -225,13 +204,13 @@ class SourceSelection:
         """Have a first source. Raises: what opening the files does."""
         return self._for_all(self._open(0.0))
 
-    def finding(self, source: Source | None) -> SelectionSteps[Source]:
+    def finding(self, source: SampleSource | None) -> SelectionSteps[SampleSource]:
         """Return the source, opening one in a process or a loop that has none yet.
 
         Args: source: the present one, if a look for the daemon is `due`.
         """
         if source is not None:
-            yield Look(source)
+            yield methodcaller("look_for_daemon", source)
         if self.source is None:
             # A copy in a worker: the daemon of the original may be starting anew just now.
             yield from self._for_all(self._open(RECONNECT_S["require"]))
@@ -240,7 +219,9 @@ class SourceSelection:
             raise closed_error()
         return source
 
-    def after(self, source: Source, error: FFServeError) -> SelectionSteps[LocalSource | None]:
+    def after(
+        self, source: SampleSource, error: FFServeError
+    ) -> SelectionSteps[LocalSource | None]:
         """Go on after a request has failed: the daemon is gone, or its arena has no memory for a
         sample. Returns the source for this request alone; None: the present one.
 
@@ -249,7 +230,9 @@ class SourceSelection:
         try:
             if isinstance(error, ArenaError):
                 if isinstance(source, DaemonSource) and source.replaceable:
-                    spare: LocalSource | None = yield Alone(self.sparing(source, error))
+                    spare: LocalSource | None = yield methodcaller(
+                        "alone", self.sparing(source, error)
+                    )
                     return spare
                 raise error
             if not isinstance(source, LocalSource):
@@ -260,17 +243,19 @@ class SourceSelection:
         finally:
             del error  # with its traceback it would keep the request's buffers
 
-    def returning(self, instead_of: Source | None) -> SelectionSteps[None]:
+    def returning(self, instead_of: SampleSource | None) -> SelectionSteps[None]:
         """Look for the daemon that went away, and return to it if it is back."""
         with contextlib.suppress(FFServeError):
-            source: Source = yield OpenSource.REMOTE
+            source: SampleSource = yield methodcaller("open_daemon")
             try:
-                yield Alone(self._moving(source, instead_of))
+                yield methodcaller("alone", self._moving(source, instead_of))
             finally:
                 if self.source is not source:
                     source.close()
 
-    def _moving(self, source: Source, instead_of: Source | None) -> SelectionSteps[None]:
+    def _moving(
+        self, source: SampleSource, instead_of: SampleSource | None
+    ) -> SelectionSteps[None]:
         """Have a source of the daemon that went away, unless there is another one by now."""
         if self.source is instead_of:
             yield from self.taking(source)
@@ -281,20 +266,20 @@ class SourceSelection:
 
     def leading(self, job: str) -> SelectionSteps[None]:
         """Have a source in this job; the present one may be in an inherited one."""
-        yield Alone(self._leading(job))
+        yield methodcaller("alone", self._leading(job))
 
     def _leading(self, job: str) -> SelectionSteps[None]:
         source = self.source
         if isinstance(source, DaemonSource) and source.job != job:
             self._former = source
             try:
-                yield from self.taking((yield OpenSource.REMOTE))
+                yield from self.taking((yield methodcaller("open_daemon")))
             except NOT_SERVED:
                 self._former = None
             else:
                 self.request.add_totals(source)
 
-    def has(self, source: Source) -> bool:
+    def has(self, source: SampleSource) -> bool:
         """Whether a request that was started at a source can be finished there."""
         return source in (self.source, self._former) or isinstance(source, LocalSource)
 
@@ -303,7 +288,7 @@ class SourceSelection:
     def _for_all(self, steps: SelectionSteps[None]) -> SelectionSteps[None]:
         """Look for a source for all threads or tasks. If that fails, all that waited for it get the
         error."""
-        yield Alone(self._search(steps, self._searches))
+        yield methodcaller("alone", self._search(steps, self._searches))
 
     def _search(self, steps: SelectionSteps[None], asked: int) -> SelectionSteps[None]:
         if self._failure is not None and asked < self._searches:
@@ -322,7 +307,7 @@ class SourceSelection:
         if self.source is None:
             yield from self.taking((yield from self._first(patience_s)))
 
-    def replacing(self, lost: Source, error: FFServeError) -> SelectionSteps[None]:
+    def replacing(self, lost: SampleSource, error: FFServeError) -> SelectionSteps[None]:
         """The daemon is gone: wait for the next one, or read without it.
 
         Raises: the error itself if the daemon is required and stopped.
@@ -335,7 +320,7 @@ class SourceSelection:
             else:
                 yield from self.taking((yield from self._after_loss()))
 
-    def taking(self, source: Source) -> SelectionSteps[None]:
+    def taking(self, source: SampleSource) -> SelectionSteps[None]:
         """Have a source that was opened just now. Raises, and closes it, if its content is not
         that of the last one, or the reader was closed meanwhile."""
         try:
@@ -343,7 +328,7 @@ class SourceSelection:
             # Another daemon does not know this reader's orders. They help, but are not needed.
             with contextlib.suppress(FFServeError):
                 for order in self._announced.orders():
-                    yield Announce(source, order)
+                    yield methodcaller("announce", source, order)
                 epoch, position = self._announced.position
                 if position:
                     source.reached(epoch, position)
@@ -362,7 +347,7 @@ class SourceSelection:
         cannot open the files; the daemon's source gives errors for each sample from now on."""
         if self.spare is None:
             try:
-                spare = yield OpenSource.LOCAL
+                spare = yield methodcaller("open_local")
             except FFServeError:
                 source.replaceable, source.refused = False, None
                 return None
@@ -382,7 +367,7 @@ class SourceSelection:
             )
         return self.spare
 
-    def close(self) -> list[Source]:
+    def close(self) -> list[SampleSource]:
         """Refuse all use from now on; return the sources, which the caller closes."""
         with self._swapping:
             self.request.closed = True
@@ -414,11 +399,11 @@ class SourceSelection:
         source.look_at = now + LOOK_INTERVAL_S
         return True
 
-    def _retire(self, source: Source) -> None:
+    def _retire(self, source: SampleSource) -> None:
         self.request.add_totals(source)
         source.close()
 
-    def _first(self, patience_s: float) -> SelectionSteps[Source]:
+    def _first(self, patience_s: float) -> SelectionSteps[SampleSource]:
         request = self.request
         deadline = time.monotonic() + patience_s
         may_start, tried = request.starts, set[str]()
@@ -426,7 +411,7 @@ class SourceSelection:
         reason: FFServeError | None = None
         while request.server != "off":
             try:
-                source: Source = yield OpenSource.REMOTE
+                source: SampleSource = yield methodcaller("open_daemon")
                 request.unserved = ""
                 return source
             except MissingFile:
@@ -446,13 +431,13 @@ class SourceSelection:
                     break
                 if not _is_away(error) or time.monotonic() >= deadline:
                     raise
-            yield 0.05
+            yield methodcaller("pause", 0.05)
         return (yield from self._without_daemon(reason))
 
-    def _without_daemon(self, reason: FFServeError | None) -> SelectionSteps[Source]:
+    def _without_daemon(self, reason: FFServeError | None) -> SelectionSteps[SampleSource]:
         """Have an engine of this process; its description says why, if the daemon's memory cannot
         be mapped here."""
-        source: Source = yield OpenSource.LOCAL
+        source: SampleSource = yield methodcaller("open_local")
         if isinstance(reason, UnmappedError):
             source.description += f" (daemon not used: {reason.message})"
         return source
@@ -469,7 +454,7 @@ class SourceSelection:
     def _starting(self) -> SelectionSteps[bool]:
         """Start a daemon; return whether there is one to look for."""
         try:
-            yield StartDaemon()
+            yield methodcaller("start_daemon")
         except FFServeError as error:
             if self.request.turn_to_own():
                 return True
@@ -480,13 +465,13 @@ class SourceSelection:
             return False
         return True
 
-    def _after_loss(self) -> SelectionSteps[Source]:
+    def _after_loss(self) -> SelectionSteps[SampleSource]:
         optional = self.request.optional
         deadline = time.monotonic() + RECONNECT_S["auto" if optional else "require"]
         pause = 0.01
         while True:
             try:
-                source: Source = yield OpenSource.REMOTE
+                source: SampleSource = yield methodcaller("open_daemon")
                 self.request.unserved = ""
                 return source
             except NOT_SERVED as error:
@@ -501,13 +486,13 @@ class SourceSelection:
                         )
                     reason = error
                     break
-            yield pause
+            yield methodcaller("pause", pause)
             pause = min(2 * pause, 0.25)
         source = yield from self._without_daemon(reason)
         self.away_since = time.monotonic()
         return source
 
-    def _instead_of_stopped(self, error: SilentError) -> SelectionSteps[Source]:
+    def _instead_of_stopped(self, error: SilentError) -> SelectionSteps[SampleSource]:
         # Another connection would wait for the same process.
         if not self.request.optional:
             raise error.located()
@@ -515,7 +500,7 @@ class SourceSelection:
             log.warning(
                 "the daemon does not respond, so this process reads the files without it: %s", error
             )
-        source: Source = yield OpenSource.LOCAL
+        source: SampleSource = yield methodcaller("open_local")
         self.away_since = time.monotonic()
         return source
 
@@ -540,21 +525,6 @@ def _is_away(error: FFServeError) -> bool:
 def closed_error() -> UsageError:
     """Return the error for the use of a closed reader."""
     return UsageError("this reader is closed")
-
-
-def open_remote(request: OpenRequest) -> RangedSource:
-    """Open files of which some are remote."""
-    source = RangedSource(
-        request.paths,
-        request.format,
-        request.verify,
-        request.tolerant,
-        request.seen,
-        share=request.share,
-        identities=request.identities,
-    )
-    request.identities = source.identities
-    return source
 
 
 def _is_none(error: FFServeError) -> bool:
@@ -599,7 +569,7 @@ class SourceSelector:
         self._looked = 0.0
 
     @property
-    def source(self) -> Source | None:
+    def source(self) -> SampleSource | None:
         """The present source, if there is one."""
         return self.selection.source
 
@@ -610,7 +580,9 @@ class SourceSelector:
             step = next(steps)
             while True:
                 try:
-                    done = self._take(step)
+                    if self._request.closed:
+                        raise closed_error()
+                    done = step(self)
                 except FFServeError as error:
                     step = steps.throw(error)
                 else:
@@ -621,40 +593,29 @@ class SourceSelector:
         finally:
             steps.close()
 
-    def _take(self, step: Step) -> Any:
-        if self._request.closed:
-            raise closed_error()
-        if isinstance(step, Alone):
-            with self._alone:
-                return self._run(step.steps)
-        if step is OpenSource.REMOTE:
-            return self._open_remote()
-        if step is OpenSource.LOCAL:
-            request = self._request
-            local = (
-                open_remote(request)
-                if request.remote
-                else LocalSource(
-                    request.paths,
-                    request.format,
-                    request.verify,
-                    request.tolerant,
-                    seen=request.seen,
-                    share=request.share,
-                )
-            )
-            request.share = local.share
-            return local
-        if isinstance(step, StartDaemon):
-            return start_daemon(self._request.socket)
-        if isinstance(step, Announce):
-            return step.source.announce(*step.order)
-        if isinstance(step, Look):
-            return self.look_for_daemon(step.instead_of)
-        assert isinstance(step, float)
-        return self._closing.wait(step)
+    def alone(self, steps: SelectionSteps[T]) -> T:
+        """Take steps while no other thread takes such ones; this does not hold `close` up."""
+        with self._alone:
+            return self._run(steps)
 
-    def _open_remote(self) -> Source:
+    def open_local(self) -> LocalSource:
+        """Open the files in this process."""
+        return self._request.open_local()
+
+    def start_daemon(self) -> None:
+        """Have a daemon that listens on the socket."""
+        start_daemon(self._request.socket)
+
+    def announce(self, source: SampleSource, order: Order) -> None:
+        """Announce an order to a source."""
+        source.announce(*order)
+
+    def pause(self, seconds: float) -> None:
+        """Wait, until the reader is closed."""
+        self._closing.wait(seconds)
+
+    def open_daemon(self) -> SampleSource:
+        """Open the files by the daemon."""
         request = self._request
         connection = connections.connect(request.socket)
         try:
@@ -671,26 +632,18 @@ class SourceSelector:
             self._request.identify()
         self._run(self.selection.opening())
 
-    def current(self) -> Source:
+    def current(self) -> SampleSource:
         """Return the source, opening it in a process that has none yet."""
         source = self.selection.source
         if source is None or self.selection.due():
             source = self._run(self.selection.finding(source))
         return source
 
-    def retrying(self, attempt: Callable[[Source], T]) -> T:
-        """Make a request; if the daemon goes away meanwhile, or its arena has no memory for a
-        sample, make it again as a whole."""
-        while True:
-            source = self.current()
-            try:
-                return attempt(source)
-            except (ServerUnavailable, ArenaError) as error:
-                spare = self._run(self.selection.after(source, error))
-            if spare is not None:
-                return attempt(spare)
+    def after(self, source: SampleSource, error: FFServeError) -> LocalSource | None:
+        """Go on after a request has failed, as `SourceSelection.after`."""
+        return self._run(self.selection.after(source, error))
 
-    def look_for_daemon(self, instead_of: Source | None) -> None:
+    def look_for_daemon(self, instead_of: SampleSource | None) -> None:
         """Look for the daemon in a thread, and announce to it what was announced: a training loop
         does not wait. One search at a time, and not again at once."""
         now = time.monotonic()
@@ -740,7 +693,7 @@ class LoopSelector:
         self._alone = asyncio.Lock()
 
     @property
-    def source(self) -> Source | None:
+    def source(self) -> SampleSource | None:
         """The present source, if there is one."""
         return self.selection.source
 
@@ -751,7 +704,9 @@ class LoopSelector:
             step = next(steps)
             while True:
                 try:
-                    done = await self._take(step)
+                    if self._request.closed:
+                        raise closed_error()
+                    done = await step(self)
                 except FFServeError as error:
                     step = steps.throw(error)
                 else:
@@ -762,27 +717,29 @@ class LoopSelector:
         finally:
             steps.close()
 
-    async def _take(self, step: Step) -> Any:
-        if self._request.closed:
-            raise closed_error()
-        if isinstance(step, Alone):
-            async with self._alone:
-                return await self._run(step.steps)
-        if step is OpenSource.REMOTE:
-            return await self._open_remote()
-        if step is OpenSource.LOCAL:
-            return await self._open_local()
-        if isinstance(step, StartDaemon):
-            path = self._request.socket
-            return await in_thread(lambda: start_daemon(path))
-        if isinstance(step, Announce):
-            return await announce(step.source, step.order)
-        if isinstance(step, Look):
-            return await self._run(self.selection.returning(step.instead_of))
-        assert isinstance(step, float)
-        return await asyncio.sleep(step)
+    async def alone(self, steps: SelectionSteps[T]) -> T:
+        """Take steps while no other task takes such ones."""
+        async with self._alone:
+            return await self._run(steps)
 
-    async def _open_remote(self) -> Source:
+    async def start_daemon(self) -> None:
+        """Have a daemon that listens on the socket."""
+        await in_thread(partial(start_daemon, self._request.socket))
+
+    async def announce(self, source: SampleSource, order: Order) -> None:
+        """Announce an order to a source."""
+        await announce(source, order)
+
+    async def look_for_daemon(self, instead_of: SampleSource | None) -> None:
+        """Look for the daemon, and return to it."""
+        await self._run(self.selection.returning(instead_of))
+
+    async def pause(self, seconds: float) -> None:
+        """Wait."""
+        await asyncio.sleep(seconds)
+
+    async def open_daemon(self) -> SampleSource:
+        """Open the files by the daemon."""
         request = self._request
         connection = await self.state.connect(request.socket)
         try:
@@ -791,27 +748,15 @@ class LoopSelector:
             connection.leave()
             raise
 
-    async def _open_local(self) -> Source:
+    async def open_local(self) -> LocalSource:
+        """Open the files in this process, for the engine of this loop."""
         await in_thread(probe)
-        if self._request.remote:
-            remote = await in_thread(lambda: open_remote(self._request), LocalSource.close)
-            self._request.share = remote.share
-            return remote
-        engines, request = self.state.engine().engines, self._request
-        local = await in_thread(
-            lambda: LocalSource(
-                request.paths,
-                request.format,
-                request.verify,
-                request.tolerant,
-                lambda: engines,
-                share=request.share,
-                most_at_once=LARGE_COPY_SIZE,
-            ),
-            LocalSource.close,
-        )
-        request.share = local.share
-        return local
+        options: dict[str, Any] = {}
+        if not self._request.remote:
+            engines = self.state.engine().engines
+            options = {"engines": lambda: engines, "most_at_once": LARGE_COPY_SIZE}
+        opening = partial(self._request.open_local, **options)
+        return await in_thread(opening, LocalSource.close)
 
     # ---- the source -----------------------------------------------------------------------
 
@@ -821,28 +766,20 @@ class LoopSelector:
             await in_thread(self._request.identify)
         await self._run(self.selection.opening())
 
-    async def current(self) -> Source:
+    async def current(self) -> SampleSource:
         """Return the source, opening it in a loop that has none yet."""
         source = self.selection.source
         if source is None or self.selection.due():
             source = await self._run(self.selection.finding(source))
         return source
 
-    async def retrying(self, attempt: Callable[[Source], Awaitable[T]]) -> T:
-        """Make a request; if the daemon goes away meanwhile, or its arena has no memory for a
-        sample, make it again as a whole."""
-        while True:
-            source = await self.current()
-            try:
-                return await attempt(source)
-            except (ServerUnavailable, ArenaError) as error:
-                spare = await self._run(self.selection.after(source, error))
-            if spare is not None:
-                return await attempt(spare)
+    async def after(self, source: SampleSource, error: FFServeError) -> LocalSource | None:
+        """Go on after a request has failed, as `SourceSelection.after`."""
+        return await self._run(self.selection.after(source, error))
 
     # ---- life -----------------------------------------------------------------------------
 
-    def close(self) -> list[Source]:
+    def close(self) -> list[SampleSource]:
         """Have no sources any more; return them, to be closed in the thread of this loop."""
         return self.selection.close()
 
@@ -854,7 +791,7 @@ class LoopSelector:
                 source.close()
 
 
-async def announce(source: Source, order: Order) -> None:
+async def announce(source: SampleSource, order: Order) -> None:
     """Announce an order to a source that has a use for it."""
     if isinstance(source, DaemonSource):
         assert isinstance(source.connection, LoopConnection)

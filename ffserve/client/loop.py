@@ -24,9 +24,9 @@ from ffserve.client.daemon.channel import Beside, Copying, Steps
 from ffserve.client.daemon.passed_files import DatasetRequest, send
 from ffserve.client.daemon.shared_memory import DaemonSource
 from ffserve.client.local.local_engines import LocalEngines
-from ffserve.client.local.local_source import ChunkedRequest, LocalRequest, LocalSource
+from ffserve.client.local.local_source import LocalRequest, LocalSource
 from ffserve.client.local.ranged_source import RangedSource
-from ffserve.client.source import Source, Target
+from ffserve.client.source import SampleSource, Target
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.engine.io import Engine, EngineBatch
 from ffserve.errors import FFServeError, ProtocolError
@@ -317,7 +317,7 @@ class LoopState:
     # ---- reading --------------------------------------------------------------------------
 
     async def read(
-        self, source: Source, numbers: Int64s, *, apart: bool, out: Bytes | None = None
+        self, source: SampleSource, numbers: Int64s, *, apart: bool, out: Bytes | None = None
     ) -> tuple[Target, Failed]:
         """Read samples; return where they are, and the errors."""
         if isinstance(source, LocalSource):
@@ -331,11 +331,10 @@ class LoopState:
         self, source: LocalSource, numbers: Int64s, apart: bool, out: Bytes | None
     ) -> tuple[Target, Failed]:
         request = source.start(numbers, apart=apart, out=out)
-        if isinstance(request, ChunkedRequest) or isinstance(source, RangedSource):
+        if request.elsewhere is not None or isinstance(source, RangedSource):
             finishing = pool().submit(source.finish, request)
             failed = await undisturbed(asyncio.wrap_future(finishing))
         else:
-            assert isinstance(request, LocalRequest)  # it follows no order
             failed = await self._collect(source, request, keeps_out=out is not None)
         return request.target, failed
 
@@ -344,6 +343,7 @@ class LoopState:
     ) -> Failed:
         if request.batch is None:
             return source.collect(request)
+        assert request.engine is not None  # it was started
         ended = self.engine().watch(request.engine, request.batch)
         try:
             await asyncio.shield(ended)
@@ -355,7 +355,7 @@ class LoopState:
             raise
         return source.collect(request)
 
-    async def sizes(self, source: Source, numbers: Int64s | None) -> Int64s:
+    async def sizes(self, source: SampleSource, numbers: Int64s | None) -> Int64s:
         """Return lengths in bytes; None: of all samples."""
         if isinstance(source, LocalSource):
             if source.knows_sizes:

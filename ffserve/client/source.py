@@ -194,7 +194,7 @@ class PendingRead(Protocol):
         ...
 
 
-class Source(Protocol):
+class SampleSource(Protocol):
     """A data set that samples are read from: `shared_memory` or `local`."""
 
     count: int

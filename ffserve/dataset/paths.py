@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from ffserve.disk.files import wrap_os_error
 from ffserve.engine.many_files import KIND_BITS, stat_paths
 from ffserve.errors import MissingFile, UsageError
-from ffserve.store.urls import is_url
+from ffserve.store.urls import is_url, local_path
 
 PathLike = str | os.PathLike[str]
 _STATED_AT_ONCE = 256
@@ -27,18 +27,19 @@ def expand_paths(
 
     Args:
         paths: a file, a directory (its files with one of `suffixes`, sorted by name, not
-            recursive), a glob pattern (matches sorted by name), the URL of one of these, or a
-            sequence of these.
+            recursive), a glob pattern (matches sorted by name), the URL of one of these (``file:``
+            URLs are local paths), or a sequence of these.
         suffixes: suffixes of the files to take from a directory; () takes all that are not hidden.
             A function is called only if there is a directory.
 
     Raises:
         MissingFile: a file does not exist, or a directory or pattern yields no file.
         AccessDenied, ReadError: a directory cannot be listed or searched.
-        UsageError: an empty sequence, an empty path, or an object that is not a path.
+        UsageError: an empty sequence, an empty path, or an object that is not a path; a
+            ``file:`` URL of another machine.
     """
     if isinstance(paths, (str, os.PathLike)):
-        return _expand_one(os.fspath(paths), suffixes)
+        return _expand_one(_without_scheme(os.fspath(paths)), suffixes)
     if isinstance(paths, (bytes, bytearray)) or not isinstance(paths, Iterable):
         raise UsageError(
             f"invalid paths: {type(paths).__name__} is neither a path nor a sequence of paths"
@@ -47,7 +48,7 @@ def expand_paths(
     for path in paths:
         if not isinstance(path, (str, os.PathLike)):
             raise UsageError(f"invalid path {path!r}: not a str or PathLike")
-        names.append(os.fspath(path))
+        names.append(_without_scheme(os.fspath(path)))
     if not names:
         raise UsageError("no paths given", hint="give at least one file")
     found: list[str] = []
@@ -55,6 +56,11 @@ def expand_paths(
         some, names = names[:_STATED_AT_ONCE], names[_STATED_AT_ONCE:]
         found.extend(_files(some) or [f for name in some for f in _expand_one(name, suffixes)])
     return tuple(found)
+
+
+def _without_scheme(path: str) -> str:
+    """Return the local path that a ``file:`` URL names; other paths and URLs as they are."""
+    return path if (local := local_path(path)) is None else local
 
 
 def _files(names: list[str]) -> list[str]:

@@ -8,12 +8,19 @@ import os
 import resource
 import stat
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError
-from ffserve.formats.base import GZIP_MAGIC, HEAD_SIZE, ZLIB_MAGIC, ReadAt
+from ffserve.formats.base import GZIP_MAGIC, HEAD_SIZE, ZLIB_MAGIC
 
 T = TypeVar("T")
+
+_SECTOR_SIZE = 512
+"""stat(2) counts blocks of this size on all file systems."""
+SPARSE_SHARE = 16
+"""A file of which less than 1 part in SPARSE_SHARE is allocated seems to be nearly empty."""
+EXTENTS_COUNT = 1024
 
 _MISSING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 """These errno values mean that the path is wrong."""
@@ -79,27 +86,63 @@ def open_regular(path: str) -> int:
     raise ReadError("not a regular file", path=path, hint="give a file, not a pipe or a device")
 
 
-def read_at_of(fd: int, path: str, head: bytes = b"") -> ReadAt:
-    """Return a `ReadAt` over a descriptor that was opened without O_DIRECT.
+@dataclass(frozen=True, slots=True)
+class FileReadAt:
+    """A `ReadAt` over a descriptor that was opened without O_DIRECT.
 
-    Args: head: the first bytes of the file, which are not read again.
+    head: the first bytes of the file, which are not read again.
     """
 
-    def read_at(offset: int, into: memoryview, /) -> int:
-        done = max(min(len(head) - offset, len(into)), 0)
+    fd: int
+    path: str
+    head: bytes = b""
+
+    def __call__(self, offset: int, into: memoryview, /) -> int:
+        """Read; see `ReadAt`."""
+        done = max(min(len(self.head) - offset, len(into)), 0)
         if done:
-            into[:done] = head[offset : offset + done]
+            into[:done] = self.head[offset : offset + done]
         while done < len(into):
             try:
-                got = os.preadv(fd, [into[done:]], offset + done)
+                got = os.preadv(self.fd, [into[done:]], offset + done)
             except OSError as error:
-                raise os_error(error, path) from error
+                raise os_error(error, self.path) from error
             if got == 0:
                 break
             done += got
         return done
 
-    return read_at
+    def next_data(self, offset: int) -> int:
+        """Return where the next bytes are that are not in a hole; the size of the file if none
+        are."""
+        try:
+            return os.lseek(self.fd, offset, os.SEEK_DATA)
+        except OSError as error:
+            return os.fstat(self.fd).st_size if error.errno == errno.ENXIO else offset
+
+
+def read_at_of(fd: int, path: str, head: bytes = b"") -> FileReadAt:
+    """Return a `ReadAt` over a descriptor; see `FileReadAt`."""
+    return FileReadAt(fd, path, head)
+
+
+def allocated_size(fd: int) -> int:
+    """Return the bytes of a file that its file system stores: what it costs its owner.
+
+    Some file systems count blocks late, or not at all. So the extents of a file that seems to be
+    nearly empty are looked at, the first EXTENTS_COUNT.
+    """
+    status = os.fstat(fd)
+    found = status.st_blocks * _SECTOR_SIZE
+    if found * SPARSE_SHARE >= status.st_size:
+        return found
+    total = end = 0
+    with contextlib.suppress(OSError):  # ENXIO: no data follows
+        for _ in range(EXTENTS_COUNT):
+            begin = os.lseek(fd, end, os.SEEK_DATA)
+            end = os.lseek(fd, begin, os.SEEK_HOLE)
+            total += end - begin
+    return max(found, total)
 
 
 def is_compressed(path: str) -> bool:

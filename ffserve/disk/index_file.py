@@ -53,7 +53,7 @@ from ffserve.disk.output import NAME_MAX
 from ffserve.dtypes import Bools, Bytes, Int64s, UInt32s, UInt64s
 from ffserve.engine.codec import CRC_32C, Tables, checksums, crc32c, small_tfrecord_index
 from ffserve.errors import FFServeError
-from ffserve.formats.base import ScannedShard
+from ffserve.formats.base import RECORD_TABLE_SIZE, Admit, ScannedShard, unbounded
 
 MAGIC = b"ffserve\n"
 VERSION = 2
@@ -61,7 +61,15 @@ END_SIZE = 4096
 """The index file has a checksum of this many bytes at each end of its file."""
 CACHE_LIMIT = 4 << 30
 """The index files in a cache directory have at most this many bytes in all, enough for about 500
-million records."""
+million records. A larger index file is not read, wherever it is."""
+CACHE_COUNT = 1 << 15
+"""The index files in a cache directory are at most this many."""
+TRIMMED_SHARE = 8
+"""If a cache directory is full, 1 part in TRIMMED_SHARE of its files is removed: it must be listed
+for that."""
+LISTED_AFTER = 1024
+"""A process that has written this many index files lists the directory again, since others may have
+written to it, too."""
 MIN_INDEXED_SIZE = 1 << 20
 """Smaller files get no index file unless the user asks for one, since their scan is cheap."""
 
@@ -143,25 +151,45 @@ def encode(
     return body + struct.pack("<I", crc32c(body))
 
 
+@dataclass(frozen=True)
+class _Head:
+    """The header of an index file. width: bytes of a length. more: bytes of the format's own."""
+
+    identity: Identity
+    width: int
+    count: int
+    more: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of the index file."""
+        return _HEADER.size + self.count * (self.width + 4) + self.more + 4
+
+    @classmethod
+    def of(cls, content: bytes | bytearray) -> _Head | None:
+        """Parse the first bytes of an index file; None if they are not those of one."""
+        if len(content) < _HEADER.size:
+            return None
+        magic, version, width, name, *facts, count, more = _HEADER.unpack_from(content)
+        if (magic, version) != (MAGIC, VERSION) or width not in (4, 8):
+            return None
+        identity = Identity(name.rstrip(b"\0").decode(errors="replace"), *facts)
+        return cls(identity, width, count, more)
+
+
 def decode(
-    content: bytes, identity: Identity, path: str = "", written_ns: int = 0
+    content: bytes | bytearray, identity: Identity, path: str = "", written_ns: int = 0
 ) -> Indexed | None:
     """Parse the bytes of an index file; None if it is damaged or describes another file."""
-    if len(content) < _HEADER.size + 4:
+    head = _Head.of(content)
+    if head is None or head.identity != identity or len(content) != head.size:
         return None
-    magic, version, width, name, *facts, count, more = _HEADER.unpack_from(content)
-    if (magic, version) != (MAGIC, VERSION) or width not in (4, 8):
-        return None
-    about = Identity(name.rstrip(b"\0").decode(errors="replace"), *facts)
-    tables = count * (width + 4)
-    if about != identity or len(content) != _HEADER.size + tables + more + 4:
-        return None
-    body = memoryview(content)[:-4]
-    if crc32c(body) != int.from_bytes(content[-4:], "little"):
+    width, count, whole = head.width, head.count, memoryview(content)
+    if crc32c(whole[:-4]) != int.from_bytes(whole[-4:], "little"):
         return None
     lengths = np.frombuffer(content, f"<u{width}", count, _HEADER.size)
     checksums = np.frombuffer(content, "<u4", count, _HEADER.size + width * count)
-    kept = content[_HEADER.size + tables : -4]
+    kept = bytes(whole[_HEADER.size + count * (width + 4) : -4])
     return Indexed(path, lengths.astype(np.uint64), checksums.astype(np.uint32), kept, written_ns)
 
 
@@ -267,56 +295,80 @@ def are_trusted(modes: UInt32s, owners: UInt32s, file_owners: UInt32s) -> Bools:
 
 
 def find(
-    fd: int, path: str, identity: Identity, keep: Keep = "own", passed: int | None = None
+    fd: int,
+    path: str,
+    identity: Identity,
+    keep: Keep = "own",
+    passed: int | None = None,
+    admit: Admit = unbounded,
 ) -> Indexed | None:
     """Return the content of the newest trusted index file of an open file, or None.
+
+    The header of an index file is read first. The rest is read only if the file has the size that
+    the header says, and if its tables are admitted.
 
     Args:
         fd: the file.
         path: its name; index files are found by name, unless `keep` is "inode".
         identity: the file's current identity.
         passed: descriptor of another index file, which a client opened.
+        admit: see ``formats.base.Format.open``.
     Cost:    one read of 8 bytes per record; the file itself is not read.
     """
     owners = {0, os.geteuid(), os.fstat(fd).st_uid}
     places = (cached_by_inode(fd),) if keep == "inode" else (beside(path), cached(path))
-    read = [(place, _read(place, owners, identity.size)) for place in places if place]
-    if passed is not None:
-        read.append(("", _read_open(passed, owners, identity.size)))
-    found = (decode(c[0], identity, place, c[1]) for place, c in read if c is not None)
-    return max((f for f in found if f), key=lambda indexed: indexed.written_ns, default=None)
+    with contextlib.ExitStack() as opened:
+        found: list[tuple[int, str, int, _Head]] = []
+        for place in filter(None, places):
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+            with contextlib.suppress(OSError):
+                index = os.open(place, flags)
+                opened.callback(os.close, index)
+                found += _sound(index, place, owners, identity)
+        if passed is not None:
+            found += _sound(passed, "", owners, identity)
+        for written_ns, place, index, head in sorted(found, key=lambda f: f[0], reverse=True):
+            admit(head.count, table_size(head.count, head.more))
+            content = _content(index, head.size)
+            indexed = decode(content, identity, place, written_ns)
+            if indexed is not None:
+                return indexed
+    return None
 
 
-def _read(path: str, owners: set[int], file_size: int) -> tuple[bytes, int] | None:
-    """Return bytes and modification time of an index file that is trusted; see `_read_open`."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
-    try:
-        fd = os.open(path, flags)
-    except OSError:
-        return None
-    try:
-        return _read_open(fd, owners, file_size)
-    finally:
-        os.close(fd)
+def table_size(count: int, more: int) -> int:
+    """Return the bytes of the format's own tables in memory, if it keeps `more` bytes in an index
+    file of `count` records: if it keeps any, then lengths and checksums as well."""
+    return more + RECORD_TABLE_SIZE * count if more else 0
 
 
-def _read_open(fd: int, owners: set[int], file_size: int) -> tuple[bytes, int] | None:
-    """Return bytes and modification time of an open index file if one of `owners` owns it and
-    nobody else may write."""
-    try:
+def _sound(
+    fd: int, place: str, owners: set[int], identity: Identity
+) -> list[tuple[int, str, int, _Head]]:
+    """Return modification time, place, descriptor and header of an index file of this file, if one
+    of `owners` owns it, nobody else may write, and it has the right size."""
+    with contextlib.suppress(FFServeError, OSError):
         status = os.fstat(fd)
         trusted = stat.S_ISREG(status.st_mode) and status.st_uid in owners
         if not trusted or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            return None
-        # Bounds the size of a valid index file: a record takes a byte of the file at least, and so
-        # does a chunk of a compressed one.
-        if status.st_size > _HEADER.size + INDEX_ALLOWED + INDEX_PER_BYTE * file_size:
-            return None
-        content = bytearray(status.st_size)
-        got = read_at_of(fd, "")(0, memoryview(content))
-        return (bytes(content), status.st_mtime_ns) if got == len(content) else None
-    except (FFServeError, OSError):
-        return None
+            return []
+        head = _Head.of(_content(fd, _HEADER.size))
+        # A record takes a byte of the file at least, and so does a chunk of a compressed one.
+        most = _HEADER.size + INDEX_ALLOWED + INDEX_PER_BYTE * identity.size
+        if head is None or head.identity != identity:
+            return []
+        if head.size == status.st_size <= min(most, CACHE_LIMIT):
+            return [(status.st_mtime_ns, place, fd, head)]
+    return []
+
+
+def _content(fd: int, size: int) -> bytearray:
+    """Return the first bytes of an index file, fewer if it has become shorter."""
+    content = bytearray(size)
+    with contextlib.suppress(FFServeError):
+        del content[read_at_of(fd, "")(0, memoryview(content)) :]
+        return content
+    return bytearray()
 
 
 def store(fd: int, path: str, identity: Identity, scanned: ScannedShard, keep: Keep) -> str | None:
@@ -353,22 +405,56 @@ def _keep(fd: int, path: str, content: bytes, keep: Keep) -> str | None:
     return next((p for p in places if p is not None and _write(p, content)), None)
 
 
+@dataclass(slots=True)
+class _Usage:
+    """What a cache directory has, as far as this process knows. written: index files that it wrote
+    since it has listed the directory."""
+
+    count: int
+    size: int
+    written: int = 0
+
+    def fits(self, size: int) -> bool:
+        """Whether another file of this size fits."""
+        return self.count < CACHE_COUNT and self.size + size <= CACHE_LIMIT
+
+
+_usages: dict[str, _Usage] = {}
+"""By cache directory."""
+
+
 def _make_room(directory: str, size: int) -> bool:
-    """Remove the oldest index files from a cache directory until `size` more bytes fit."""
+    """Make room for an index file in a cache directory; return False if it is too large. The
+    directory is listed only if it may be full."""
+    usage = _usages.get(directory)
+    if usage is None or usage.written >= LISTED_AFTER or not usage.fits(size):
+        usage = _usages[directory] = _trimmed(directory, size)
+    if not usage.fits(size):
+        return False
+    usage.count, usage.size, usage.written = usage.count + 1, usage.size + size, usage.written + 1
+    return True
+
+
+def _trimmed(directory: str, size: int) -> _Usage:
+    """List a cache directory; if another file of `size` does not fit, remove the oldest ones."""
     found: list[tuple[int, int, str]] = []
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
             if entry.name.endswith(".ffx") or entry.name.startswith(".ffx-"):
                 status = entry.stat(follow_symlinks=False)
                 found.append((status.st_mtime_ns, status.st_size, entry.path))
-    total = sum(each for _, each, _ in found) + size
+    usage = _Usage(len(found), sum(each for _, each, _ in found))
+    if usage.fits(size):
+        return usage
+    most_size = min(CACHE_LIMIT - CACHE_LIMIT // TRIMMED_SHARE, CACHE_LIMIT - size)
+    most_count = CACHE_COUNT - max(CACHE_COUNT // TRIMMED_SHARE, 1)
     for _, each, path in sorted(found):
-        if total <= CACHE_LIMIT:
+        if usage.size <= most_size and usage.count <= most_count:
             break
         with contextlib.suppress(OSError):
             os.unlink(path)
-            total -= each
-    return total <= CACHE_LIMIT
+            usage.count, usage.size = usage.count - 1, usage.size - each
+    return usage
 
 
 def _own(fd: int, path: str) -> bool:

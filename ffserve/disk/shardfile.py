@@ -24,6 +24,7 @@ from ffserve.engine.io import buffered
 from ffserve.errors import ChecksumError, FFServeError, FormatError, ReadError
 from ffserve.formats.base import (
     HEAD_SIZE,
+    Admit,
     ChunkedShard,
     ReadAt,
     ScannedChunks,
@@ -31,6 +32,8 @@ from ffserve.formats.base import (
     ScannedShard,
     is_scanned,
     needs_scan,
+    next_data,
+    unbounded,
 )
 
 log = logging.getLogger("ffserve")
@@ -52,6 +55,8 @@ def open_shard(
     keep: index_file.Keep = "own",
     seen: Callable[[int], object] | None = None,
     passed_index: int | None = None,
+    admit: Admit = unbounded,
+    reading: Callable[[int], object] | None = None,
 ) -> formats.Shard:
     """Open the shard in an open file.
 
@@ -65,20 +70,23 @@ def open_shard(
             tables is scanned even if it has an index file. An index file that contradicts the scan
             is replaced.
         passed_index: descriptor of an index file of the client; see `index_file.find`.
+        admit: see ``formats.base.Format.open``; it also admits what an index file claims.
+        reading: called before each read of the file, with its size; ends the opening by raising.
     Raises:  FormatError, ChecksumError, TruncatedError, ReadError.
     Cost:    that of the format; an index file saves the scan of a format without tables.
     """
-    chosen, read_at, size = _detect(fd, path, format_name)
+    chosen, plain, size = _detect(fd, path, format_name)
+    read_at: ReadAt = plain if reading is None else Counted(plain, reading)
     if not needs_scan(chosen) or size < index_file.MIN_INDEXED_SIZE:
-        return chosen.open(read_at, size, path, verify=verify, tolerant=tolerant)
+        return chosen.open(read_at, size, path, verify=verify, tolerant=tolerant, admit=admit)
     identity = index_file.Identity.of(fd, path, chosen.name)
-    indexed = index_file.find(fd, path, identity, keep, passed_index)
+    indexed = index_file.find(fd, path, identity, keep, passed_index, admit)
     if seen is None and indexed is not None:
         shard = _restored(fd, path, chosen, read_at, size, indexed)
         if shard is not None:
             return shard
     counted = watched(read_at, seen or _long_scan(path, size))
-    scanned = chosen.open(counted, size, path, verify=verify, tolerant=tolerant)
+    scanned = chosen.open(counted, size, path, verify=verify, tolerant=tolerant, admit=admit)
     if verify and not (indexed is not None and _same(indexed, scanned)):
         if scanned.sound:
             index_file.store(fd, path, identity, scanned, keep)
@@ -87,17 +95,38 @@ def open_shard(
     return scanned
 
 
+class Counted:
+    """The same `ReadAt`, which tells the size of each read before it.
+
+    Args: reading: called with the size; it may raise.
+    """
+
+    def __init__(self, read_at: ReadAt, reading: Callable[[int], object]) -> None:
+        self._read_at = read_at
+        self._reading = reading
+
+    def __call__(self, offset: int, into: memoryview, /) -> int:
+        """Read; see `ReadAt`."""
+        self._reading(len(into))
+        return self._read_at(offset, into)
+
+    def next_data(self, offset: int) -> int:
+        """See `formats.base.next_data`."""
+        return next_data(self._read_at, offset)
+
+
 def watched(read_at: ReadAt, seen: Callable[[int], object]) -> ReadAt:
     """Return the same `ReadAt`, which reports before each read up to which byte it has come."""
-    furthest = 0
+    return _Watched(read_at, seen)
 
-    def read(offset: int, into: memoryview, /) -> int:
-        nonlocal furthest
-        furthest = max(furthest, offset + len(into))
-        seen(furthest)
-        return read_at(offset, into)
 
-    return read
+class _Watched(Counted):
+    _furthest = 0
+
+    def __call__(self, offset: int, into: memoryview, /) -> int:
+        self._furthest = max(self._furthest, offset + len(into))
+        self._reading(self._furthest)
+        return self._read_at(offset, into)
 
 
 def _long_scan(path: str, size: int) -> Callable[[int], None]:

@@ -360,7 +360,10 @@ def service(case: Case) -> Found:
     if not (case.host.systemd and has_unit()):
         return
     shown = _show("ffserve.socket", "ActiveState", "Result")
-    daemon = _show("ffserve.service", "ActiveState", "Result", "FileDescriptorStoreMax")
+    daemon = _show(
+        "ffserve.service",
+        *("ActiveState", "SubState", "Result", "StatusText", "FileDescriptorStoreMax"),
+    )
     state = f"{shown.get('ActiveState')}, {daemon.get('ActiveState')}"
     yield f"ffserve.socket and ffserve.service: {state}"
     as_root = case.host.as_root
@@ -377,6 +380,19 @@ def service(case: Case) -> Found:
                 f"journalctl -u {unit} -u ffserve.service -n 20 --no-pager",
                 as_root("systemctl reset-failed 'ffserve.*'"),
                 as_root("systemctl start ffserve.socket"),
+            ),
+        )
+    elif daemon.get("SubState") in ("auto-restart", "stop-post") or re.match(
+        r"start \d+ follows", daemon.get("StatusText", "")
+    ):
+        yield Finding(
+            "service-failed",
+            "error",
+            f"the service fails at each start ({daemon.get('StatusText') or daemon.get('Result')})",
+            f"systemd tries again, at most 10 s after each failure. {ALONE}",
+            (
+                as_root("ffserve serve --check"),
+                "journalctl -u ffserve.service -n 20 --no-pager",
             ),
         )
     elif shown.get("ActiveState") == "inactive" and case.facts is None:

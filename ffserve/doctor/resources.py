@@ -21,7 +21,7 @@ from typing import TypeAlias
 from ffserve.config import format_size
 from ffserve.doctor.case import UNLIMITED, Case, Finding, Process, number_in, text_in
 from ffserve.engine.codec import checksum_library
-from ffserve.engine.io import KINDS, refusal
+from ffserve.engine.io import KINDS, LOCKED, best_refusal, refusal
 from ffserve.errors import ReadError
 from ffserve.limits import OWN_SIZE, RESERVED_SESSIONS, most_sessions
 from ffserve.server.life.startup import file_limit_fault, memory_fault
@@ -88,14 +88,8 @@ def _version() -> tuple[int, ...]:
 
 def io_uring(case: Case) -> Found:
     """The daemon reads by io_uring, into registered memory."""
-    process = case.process
-    if case.facts is None:
-        plain = refusal("uring")
-        reason = plain or refusal("registered")
-        kind: str = next((each for each in KINDS if refusal(each) is None), "none")
-    else:
-        kind, reason = str(case.facts["engine"]["kind"]), None
-        plain = None if kind in ("registered", "uring") else kind
+    kind, reason = _engine(case)
+    whole = kind not in ("registered", "uring")
     yield f"{kind}, checksums by {checksum_library()}"
     wanted = case.settings.engine
     if case.facts is None and wanted != "auto" and (why := refusal(wanted)) is not None:
@@ -114,19 +108,19 @@ def io_uring(case: Case) -> Found:
             _SLOWER,
             case.setting("engine", '"auto"', "--engine", "auto"),
         )
-    elif kind != "registered" and not (_little_lockable(process) and _counts_locked(plain)):
+    elif kind != "registered" and reason != LOCKED:
         # Else it is the limit on locked memory, which another check reports.
-        yield _ring_refused(case, kind, reason, whole=plain is not None)
+        yield _ring_refused(case, kind, reason, whole=whole)
 
 
-def _little_lockable(process: Process) -> bool:
-    return not process.locks_any and process.lockable_size < LOCKED_MARGIN
-
-
-def _counts_locked(refused: str | None) -> bool:
-    """Whether the limit on locked memory holds for what was refused: since Linux 5.12 only for
-    registered memory, not for rings."""
-    return refused is None or _version() < (5, 12)
+def _engine(case: Case) -> tuple[str, str | None]:
+    """Return the kind of engine that the daemon has or would have, and why it is not a better
+    one."""
+    if case.facts is not None:
+        engine = case.facts["engine"]
+        return str(engine["kind"]), engine.get("refused")
+    kind = next((each for each in KINDS if refusal(each) is None), "none")
+    return kind, best_refusal(kind)
 
 
 def _ring_refused(case: Case, kind: str, reason: str | None, *, whole: bool) -> Finding:
@@ -193,13 +187,19 @@ def locked_memory(case: Case) -> Found:
     yield format_size(process.lockable_size)
     if process.lockable_size >= case.arena_size + LOCKED_MARGIN:
         return
+    kind, reason = _engine(case)
+    effect = (
+        f"io_uring needs more, so {process.name} reads by {kind}. {_SLOWER}"
+        if reason == LOCKED and kind not in ("registered", "uring")
+        else "The part of the arena beyond the limit is not registered with io_uring: reads into "
+        "it cost half as much CPU time again."
+    )
     yield Finding(
         "locked-memory",
         "warning",
         f"{process.name} may lock {format_size(process.lockable_size)} of memory, less than the "
         f"arena of {format_size(case.arena_size)}",
-        "The part of the arena beyond the limit is not registered with io_uring: reads into it "
-        "cost half as much CPU time again.",
+        effect,
         case.limit_setting("LimitMEMLOCK=infinity", "memlock", "unlimited"),
     )
 

@@ -790,6 +790,9 @@ def buffered(fd: int, patience_s: float = 1.0) -> Iterator[int]:
 # ---- which engines work on this machine --------------------------------------------------------
 
 
+LOCKED = "too little memory may be locked (see ulimit -l)"
+
+
 def _reason(rc: int) -> str:
     """Say in words why the kernel refused an engine."""
     if rc == -38:
@@ -797,7 +800,7 @@ def _reason(rc: int) -> str:
     if rc == -1:
         return "not permitted (seccomp, or kernel.io_uring_disabled)"
     if rc == -12:
-        return "too little memory may be locked (see ulimit -l)"
+        return LOCKED
     return os.strerror(-rc)
 
 
@@ -868,6 +871,13 @@ def _open_engine(kind: Kind | Literal["auto"], depth: int, threads: int) -> tupl
 def ring_refusal(kind: str) -> str | None:
     """Return why "auto" chose this kind and not io_uring; None: it is io_uring."""
     return None if kind in ("registered", "uring") else refusal("uring")
+
+
+def best_refusal(kind: str) -> str | None:
+    """Return why "auto" chose this kind and none before it; None: it is the best."""
+    if kind == "registered":
+        return None
+    return ring_refusal(kind) or refusal("registered")
 
 
 def refusal(kind: Kind) -> str | None:

@@ -39,6 +39,10 @@ HEAD_SIZE = 4096
 UNKNOWN_LENGTH = (1 << 48) - 1
 """Length of a record that is unknown until its chunk is decoded."""
 
+RECORD_TABLE_SIZE = 20
+"""A shard that keeps the tables of its records besides those of `Shard.load` keeps this many bytes
+for each."""
+
 PIECE_SIZE = 4 << 20
 """Largest read that a format requests."""
 
@@ -49,6 +53,28 @@ class ReadAt(Protocol):
     def __call__(self, offset: int, into: memoryview, /) -> int:
         """Fill ``into`` from ``offset``; return the number of bytes, fewer only at end of file."""
         ...
+
+
+def next_data(read_at: ReadAt, offset: int) -> int:
+    """Return the offset of the next byte, from `offset` on, that may be other than zero: a search
+    skips the holes of sparse files, if the file knows them."""
+    find = getattr(read_at, "next_data", None)
+    return offset if find is None else int(find(offset))
+
+
+class Admit(Protocol):
+    """Admit tables before they are taken: raise if there is no room for them."""
+
+    def __call__(self, records: int, more: int = 0, /) -> object:
+        """Note what the tables of a file need by now.
+
+        Args: records: all that were found so far. more: bytes besides those of `Shard.load`.
+        """
+        ...
+
+
+def unbounded(records: int, more: int = 0, /) -> None:
+    """Admit all tables: those of a process that reads for itself."""
 
 
 class Shard(Protocol):
@@ -250,6 +276,7 @@ class Format(Protocol):
         *,
         verify: bool = True,
         tolerant: bool = False,
+        admit: Admit = unbounded,
     ) -> Shard:
         """Read and check a file's metadata.
 
@@ -261,6 +288,7 @@ class Format(Protocol):
             tolerant: also open a file that is damaged between its records. Each skipped place
                 becomes a record of the shard that cannot be read and whose error names the place,
                 so reading all records reports all damage.
+            admit: called before the tables are taken, again and again as they grow.
         Raises:  FormatError or a subclass: the file cannot be read.
         """
         ...
@@ -344,6 +372,7 @@ class ScannedFormat(Format, Protocol):
         *,
         verify: bool = True,
         tolerant: bool = False,
+        admit: Admit = unbounded,
     ) -> ScannedShard:
         """Scan a file."""
         ...

@@ -37,6 +37,7 @@ from ffserve.errors import ChecksumError, FormatError, ReadError, TruncatedError
 from ffserve.formats.base import (
     CHECKSUM_CRC32,
     PIECE_SIZE,
+    Admit,
     Encoder,
     Heads,
     ReadAt,
@@ -45,6 +46,7 @@ from ffserve.formats.base import (
     read_exactly,
     refuse_options,
     sums,
+    unbounded,
 )
 
 _log = logging.getLogger("ffserve")
@@ -296,6 +298,7 @@ class FFRecord:
         *,
         verify: bool = True,
         tolerant: bool = False,
+        admit: Admit = unbounded,
     ) -> Shard:
         """Read the header and both tables and check them; no sample is touched.
 
@@ -311,6 +314,7 @@ class FFRecord:
         Source:  HFAiLab/ffrecord 1.4.
         """
         crc, count = self._header(read_at, size, path)
+        admit(count)
         reader = _TableReader(read_at, count, path)
         found = reader.run_once() if count <= KEPT_COUNT else reader.run()
         if crc == 0:

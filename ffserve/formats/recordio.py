@@ -34,6 +34,7 @@ from ffserve.errors import (
 from ffserve.formats.base import (
     CHECKSUM_CRC32,
     UNKNOWN_LENGTH,
+    Admit,
     ChunkedShard,
     Chunks,
     Encoder,
@@ -41,6 +42,7 @@ from ffserve.formats.base import (
     ReadAt,
     SmallShards,
     sums,
+    unbounded,
 )
 from ffserve.formats.recordio_codec import (
     COMPRESSIONS,
@@ -270,6 +272,7 @@ class RecordIO:
         *,
         verify: bool = True,
         tolerant: bool = False,
+        admit: Admit = unbounded,
     ) -> RecordIOShard:
         """Scan the headers of a file.
 
@@ -280,7 +283,7 @@ class RecordIO:
         Cost:    reads up to 4 KiB at each header, and the frame headers in the go dialect; the
                  whole file if chunks are small or if ``tolerant``. 37 bytes of memory per chunk.
         """
-        scan = Scan(read_at, size, path)
+        scan = Scan(read_at, size, path, admit)
         if tolerant:
             scan.tolerantly()
         else:

@@ -12,7 +12,14 @@ from __future__ import annotations
 
 from ffserve.engine.codec import ChunkScanner, checksum
 from ffserve.errors import ChecksumError, FFServeError, FormatError, TruncatedError
-from ffserve.formats.base import PIECE_SIZE, ReadAt, read_exactly
+from ffserve.formats.base import (
+    PIECE_SIZE,
+    Admit,
+    ReadAt,
+    next_data,
+    read_exactly,
+    unbounded,
+)
 from ffserve.formats.recordio_codec import (
     GO,
     GZIP,
@@ -31,6 +38,8 @@ _RECORDS_ALLOWED, _RECORDS_PER_BYTE = 1 << 20, 8
 """A file may have _RECORDS_ALLOWED records, and _RECORDS_PER_BYTE for each of its bytes. Tables are
 allocated by what headers claim, and a few compressed bytes can decode to very many empty
 records."""
+_CHUNK_TABLE_SIZE, _PROBLEM_SIZE = 64, 2048
+"""Bytes that a shard keeps for a chunk, and for a place that a tolerant scan has skipped."""
 _SEARCHED_AGAIN = 8
 """Searches for intact chunks read at most this many times the size of the file."""
 
@@ -87,7 +96,8 @@ class Scan:
     of the table that cannot be read.
     """
 
-    def __init__(self, read_at: ReadAt, size: int, path: str) -> None:
+    def __init__(self, read_at: ReadAt, size: int, path: str, admit: Admit = unbounded) -> None:
+        self._admit = admit
         self.table = ChunkScanner(
             size, records_allowed=_RECORDS_ALLOWED, records_per_byte=_RECORDS_PER_BYTE
         )
@@ -114,7 +124,10 @@ class Scan:
 
     def _feed(self, *, single: bool = False) -> int:
         window, base = self._window.holding(self.table.wanted, HEADER.size)
-        return self.table.feed(window, base, single=single)
+        found = self.table.feed(window, base, single=single)
+        kept = _CHUNK_TABLE_SIZE * self.table.count + _PROBLEM_SIZE * len(self.problems)
+        self._admit(self.table.records, kept)
+        return found
 
     def strictly(self) -> None:
         """Scan to the end of the file; raise at the first fault."""
@@ -252,6 +265,10 @@ class Scan:
         piece = bytearray(PIECE_SIZE)
         known = self.dialect
         while self._size - start > HEADER.size:
+            data = next_data(self._read_at, start)
+            if data > start + PIECE_SIZE:  # no chunk begins in a hole
+                start = data
+                continue
             part = memoryview(piece)[: self._size - start]
             read_exactly(self._read_at, start, part, self._path)
             at = piece.find(MAGIC_BYTES, 0, len(part))

@@ -48,7 +48,9 @@ from ffserve.errors import (
 )
 from ffserve.formats.base import (
     CHECKSUM_CRC32C,
+    RECORD_TABLE_SIZE,
     UNKNOWN_LENGTH,
+    Admit,
     Chunks,
     ReadAt,
     read_exactly,
@@ -83,6 +85,8 @@ fifth of a second."""
 
 _COMPRESSIONS = ("gzip", "zlib")
 _UNBOUNDED = 1 << 62
+CHUNK_TABLE_SIZE = 104
+"""Bytes that a shard keeps for each chunk, besides its window."""
 _HEAD = struct.Struct("<QQQ")
 """Head of what an index file keeps: compression, number of chunks, size of the output."""
 _ROW = np.dtype(
@@ -375,7 +379,14 @@ def _shard(
 
 
 def scan(
-    read_at: ReadAt, size: int, path: str, compression: str, *, verify: bool, tolerant: bool
+    read_at: ReadAt,
+    size: int,
+    path: str,
+    compression: str,
+    *,
+    verify: bool,
+    tolerant: bool,
+    admit: Admit,
 ) -> CompressedShard:
     """Read a whole compressed file; see ``TFRecord.open``."""
     if not inflate.library():
@@ -384,7 +395,7 @@ def scan(
             path=path,
             hint="install zlib's headers (zlib1g-dev) and install ffserve again",
         )
-    return _Pass(read_at, size, path, compression, verify, tolerant).run()
+    return _Pass(read_at, size, path, compression, verify, tolerant, admit).run()
 
 
 class _Pass:
@@ -398,7 +409,9 @@ class _Pass:
         compression: str,
         verify: bool,
         tolerant: bool,
+        admit: Admit,
     ) -> None:
+        self._admit = admit
         self._read_at = read_at
         self._size = size
         self._path = path
@@ -417,6 +430,8 @@ class _Pass:
         try:
             for view, base, marks in self._pieces():
                 stop = self._scanner.feed(view.data, base)
+                kept = RECORD_TABLE_SIZE * self._scanner.count + self._cutter.kept_size
+                self._admit(self._scanner.count, kept)
                 offsets, lengths, _ = self._scanner.tables()
                 if self._verify:
                     self._sums.add(view, base, offsets, lengths)
@@ -586,6 +601,8 @@ class _Cutter:
         self._refers_to = refers_to
         self._rows: list[tuple[int, int, int, int, int]] = []
         self._windows: list[bytes] = []
+        self.kept_size = 0
+        """Bytes of the rows and windows so far."""
         self._first = self._start = self._point = 0
         """Of the last chunk: its first record; the offsets of that and of the block in the output.
         """
@@ -647,6 +664,7 @@ class _Cutter:
     def _begin(self, record: int, start: int, bit: int, place: int, window: Bytes) -> None:
         kept = self._refers_to(bit, window)
         self._windows.append(kept)
+        self.kept_size += CHUNK_TABLE_SIZE + len(kept)
         self._rows.append((bit, 0, record, start - place, len(kept)))
         self._first, self._start, self._point = record, start, place
 

@@ -37,14 +37,17 @@ from ffserve.formats.base import (
     CHECKSUM_CRC32C,
     HEAD_SIZE,
     PIECE_SIZE,
+    Admit,
     Encoder,
     Heads,
     ReadAt,
     SmallShards,
+    next_data,
     read_exactly,
     refuse_options,
     scan_fingerprint,
     sums,
+    unbounded,
 )
 from ffserve.formats.tfcompressed import SPAN_SIZE, CompressedShard
 from ffserve.formats.tfstream import WBITS, compression_of
@@ -113,12 +116,20 @@ class _Scan:
     """One scan of a file."""
 
     def __init__(
-        self, read_at: ReadAt, size: int, path: str, *, verify: bool, tolerant: bool
+        self,
+        read_at: ReadAt,
+        size: int,
+        path: str,
+        *,
+        verify: bool,
+        tolerant: bool,
+        admit: Admit,
     ) -> None:
         self._read_at = read_at
         self._size = size
         self._path = path
         self._tolerant = tolerant
+        self._admit = admit
         self._scanner = codec.FrameScanner(size, verify=verify or tolerant)
         self._window = bytearray(0)
         self._listing = verify
@@ -132,6 +143,7 @@ class _Scan:
             window = min(2 * window, PIECE_SIZE)
             base = scanner.wanted
             stop = scanner.feed(self._bytes(base, want), base)
+            self._admit(scanner.count)
             if stop == codec.FrameScanner.END:
                 return scanner.tables()
             if stop != codec.FrameScanner.MORE and not self._go_on(stop):
@@ -187,6 +199,10 @@ class _Scan:
             finder = codec.FrameFinder(self._size, lost, proven=proven)
             while self._budget > 0:
                 base = finder.wanted
+                # Headers of zeros are damaged, so none begins in a hole, but for its last bytes.
+                if not proven and next_data(self._read_at, base) > base + PIECE_SIZE:
+                    base = next_data(self._read_at, base) - FRAME_HEADER_SIZE
+                    finder = codec.FrameFinder(self._size, base - 1, proven=False)
                 window = self._bytes(base, PIECE_SIZE)
                 self._budget -= len(window)
                 if finder.feed(window, base):
@@ -303,6 +319,7 @@ class TFRecord:
         *,
         verify: bool = True,
         tolerant: bool = False,
+        admit: Admit = unbounded,
     ) -> TFRecordShard | CompressedShard:
         """Scan the frames of a file; payloads are not verified, except in a compressed file.
 
@@ -322,9 +339,15 @@ class TFRecord:
         compression = compression_of(bytes(head))
         if compression is not None:
             return tfcompressed.scan(
-                read_at, size, path, compression, verify=verify, tolerant=tolerant
+                read_at,
+                size,
+                path,
+                compression,
+                verify=verify,
+                tolerant=tolerant,
+                admit=admit,
             )
-        scan = _Scan(read_at, size, path, verify=verify, tolerant=tolerant)
+        scan = _Scan(read_at, size, path, verify=verify, tolerant=tolerant, admit=admit)
         return _shard(*scan.run(), size, path, scan.sound)
 
     def open_small(self, heads: Heads, paths: list[str], *, verify: bool = True) -> SmallShards:

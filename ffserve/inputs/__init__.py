@@ -15,12 +15,14 @@ import warnings
 from collections.abc import Iterable, Sequence
 
 from ffserve.errors import MissingFile, UsageError, printable
-from ffserve.inputs.places import EMPTY, InputFile, Listing, find
+from ffserve.inputs.places import InputFile, Listing, find
 from ffserve.store.public import HIDDEN, SPECIAL, shown
 
 __all__ = ["DEFAULT_ALIAS", "InputFile", "Listing", "assign", "find_inputs", "parse_input", "share"]
 
 DEFAULT_ALIAS = "input"
+EMPTY = "empty"
+"""A reason why a file is left out; the others are HIDDEN and SPECIAL."""
 _NAMED = 3
 """A message names at most this many of the files that are left out."""
 
@@ -40,8 +42,7 @@ def assign(inputs: Sequence[str], workers: int) -> list[dict[str, list[str]]]:
         MissingFile: a URI matches nothing, or an alias has no file.
         AccessDenied, ReadError: a directory cannot be listed.
         UsageError: an invalid input or number of workers.
-    Warns: of hidden and empty files, which are left out, and of an alias with fewer files than
-        workers.
+    Warns: of hidden files, which are left out, and of an alias with fewer files than workers.
     """
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise UsageError(f"invalid number of workers {workers!r}: at least 1 is needed")
@@ -106,9 +107,10 @@ def _split(uris: str) -> list[str]:
     return [*parts, uris[last:]]
 
 
-def find_inputs(inputs: Iterable[str]) -> dict[str, Listing]:
+def find_inputs(inputs: Iterable[str], *, empty: bool = True) -> dict[str, Listing]:
     """Return the files of each alias, the aliases in the order in which they are first named.
 
+    Args:   empty: whether empty files are inputs; otherwise they are left out.
     Raises: as `assign`.
     """
     found: dict[str, Listing] = {}
@@ -119,8 +121,10 @@ def find_inputs(inputs: Iterable[str]) -> dict[str, Listing]:
         listing = found.setdefault(alias, Listing())
         for uri in uris:
             more = find(uri)
-            listing.files += more.files
+            listing.files += [file for file in more.files if empty or file.size]
             listing.left_out += more.left_out
+            if not empty:
+                listing.left_out += [(file.uri, EMPTY) for file in more.files if not file.size]
     for alias, listing in found.items():
         if not listing.files:
             left_out = describe_left_out({alias: listing})

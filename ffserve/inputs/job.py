@@ -18,7 +18,7 @@ from ffserve.disk.output import writing
 from ffserve.errors import UsageError
 from ffserve.inputs import Listing, describe_left_out, download, find_inputs, share
 from ffserve.inputs.outputs import Output, RunOutput, job_name
-from ffserve.inputs.processes import Interrupted, Processes, RunWorker, Signals
+from ffserve.inputs.processes import GRACE_S, Interrupted, Processes, RunWorker, Signals
 from ffserve.inputs.stream import Framing, WorkerStream, share_of, splits_of
 
 Strategy = Literal["download", "placeholder", "stream"]
@@ -48,7 +48,8 @@ class Run:
         rename: of "download": name files by time and number. epochs, seed, framing: of "stream".
         outputs: directories, and where their files go. name: of this attempt of the job, common to
             all its ranks; None for that of the launcher. command: the program and its arguments.
-        environment: of this process. directory: where it runs.
+        grace_s: time between SIGTERM and SIGKILL. environment: of this process. directory: where
+            it runs.
     """
 
     command: Sequence[str]
@@ -62,6 +63,7 @@ class Run:
     framing: Framing = "lines"
     outputs: Sequence[Output] = ()
     name: str | None = None
+    grace_s: float = GRACE_S
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     directory: str = field(default_factory=os.getcwd)
 
@@ -133,7 +135,7 @@ def run(job: Run, say: Callable[[str], None]) -> int:
              one runs (the source of a stream), or after it (outputs).
     """
     _check_program(job)
-    found = find_inputs(job.inputs)
+    found = find_inputs(job.inputs, empty=job.strategy != "stream")
     _report(found, job, say)
     files = _names(found, job) if found and job.strategy == "download" else {}
     name = job.name or (uuid.uuid4().hex if job.rank is None else job_name(job.environment))
@@ -141,7 +143,7 @@ def run(job: Run, say: Callable[[str], None]) -> int:
         RunOutput(output, job=name, workers=job.workers, ranks=job.ranks, say=say)
         for output in job.outputs
     ]
-    with contextlib.ExitStack() as stack, Signals() as signals:
+    with contextlib.ExitStack() as stack, Signals(job.grace_s) as signals:
         done = False
         try:
             for output in outputs:

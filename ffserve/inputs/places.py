@@ -28,17 +28,12 @@ from ffserve.store.public import (
     SPECIAL,
     ObjectVersion,
     check_name,
-    is_url,
     is_web,
     name_of,
     shown,
     write_at,
 )
 
-EMPTY = "empty"
-"""A reason why a file is left out; the others are HIDDEN and SPECIAL."""
-
-_FILE_URI = re.compile(r"file:(?://(?:localhost)?)?(?=/)", re.I)
 _MAGIC = re.compile(r"[*?\[{]")
 _COPY_SIZE = 1 << 20
 _FICLONE = 0x40049409  # linux/fs.h
@@ -77,12 +72,12 @@ class Listing:
 
 
 def local_path(uri: str) -> str | None:
-    """Return the absolute path of a local file; None for the URL of a remote one."""
-    found = _FILE_URI.match(uri)
-    if found is not None:
-        return uri[found.end() :]
-    remote = is_url(uri) or uri[:7].lower() == "file://"  # of another host
-    return None if remote else os.path.join(os.getcwd(), uri)
+    """Return the absolute path of a local file; None for the URL of a remote one.
+
+    Raises: UsageError: a ``file:`` URL names another machine.
+    """
+    path = store.local_path(uri, escaped=False)
+    return None if path is None else os.path.join(os.getcwd(), path)
 
 
 def find(uri: str) -> Listing:
@@ -90,8 +85,8 @@ def find(uri: str) -> Listing:
 
     An existing path is taken as it is. In a pattern ``*``, ``?``, ``[…]`` and ``{a,b}`` have the
     meaning that they have in Hadoop. Directories are listed with all below them, each sorted by
-    name. Hidden files (and directories) have names that begin with "." or "_"; they are left out
-    unless the URI names them.
+    name; empty files are taken. Hidden files (and directories) have names that begin with "." or
+    "_"; they are left out unless the URI names them.
 
     Raises:
         MissingFile: nothing matches, or a symbolic link leads nowhere.
@@ -105,8 +100,7 @@ def find(uri: str) -> Listing:
         )
     if path is None:
         return _find_remote(uri)
-    found = _FILE_URI.match(uri)
-    search = _LocalSearch(uri[: found.end()] if found else "")
+    search = _LocalSearch(uri.removesuffix(path) if uri[:6].lower() == "file:/" else "")
     if os.path.lexists(path):
         search.add(path, "" if os.path.isdir(path) else os.path.basename(path.rstrip("/")))
     elif not _MAGIC.search(path):
@@ -215,8 +209,6 @@ class _LocalSearch:
                 waiting += [(os.path.join(path, e), start + e, chain) for e in reversed(inner)]
             elif not stat.S_ISREG(state.st_mode):
                 self._leave_out(path, SPECIAL)
-            elif state.st_size == 0:
-                self._leave_out(path, EMPTY)
             else:
                 changed = str(state.st_mtime_ns)
                 identity = ObjectVersion(self._prefix + path, state.st_size, changed, 0)
@@ -264,9 +256,6 @@ def _find_remote(uri: str) -> Listing:
         found = found or bool(files or left_out)
         listing.left_out += left_out
         for identity in sorted(files, key=lambda identity: identity.url.split("/")):
-            if identity.size == 0:
-                listing.left_out.append((identity.url, EMPTY))
-                continue
             name = identity.url.removeprefix(root).strip("/")
             name = name_of(identity.url) if identity.url == uri else name
             check_name(name, identity.url)

@@ -1,8 +1,9 @@
 """The processes of a run: started together, watched, ended together.
 
 Each program leads a session of its own, so a signal reaches exactly the processes that it is meant
-for: a signal of the terminal comes to this process, which passes it on once. A program is killed
-when this process dies (PR_SET_PDEATHSIG, prctl(2)). If its input is a pipe of samples, it is killed
+for: a signal of the terminal comes to this process, which passes it on once. A program that goes on
+is killed after a second SIGINT, or some time after a SIGTERM. It is also killed when this process
+dies (PR_SET_PDEATHSIG, prctl(2)). If its input is a pipe of samples, it is killed
 before the pipe ends (`Guard`): it would take the death of the writer for the end of the data. When
 a program has ended, the processes that it left in the first process group of its session are ended
 too.
@@ -29,7 +30,10 @@ from ffserve.errors import FFServeError, MissingFile, UsageError
 from ffserve.inputs.stream import WorkerStream, write_all
 
 GRACE_S = 10.0
-"""Time between SIGTERM and SIGKILL for workers that are ended because another has failed."""
+"""Time between SIGTERM and SIGKILL, for all programs after a SIGTERM to this process, and for the
+workers that are ended because another has failed."""
+_SAME_S = 0.3
+"""Two SIGINTs within this time are one: timeout(1) sends it to the process and to its group."""
 _LEFT_S = 2.0
 """Time between SIGTERM and SIGKILL for processes that an ended program has left."""
 _TICK_S = 0.05
@@ -162,9 +166,15 @@ class Signals:
 
     In a ``with``: the handlers are those of before afterwards. A signal that is ignored stays so,
     for the programs too (``nohup``).
+
+    Args: grace_s: time between SIGTERM and SIGKILL.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grace_s: float = GRACE_S) -> None:
+        self.grace_s = grace_s
+        self.kill_at: float | None = None
+        """When programs that still run are killed."""
+        self._interrupted_at: float | None = None
         self.workers: list[RunWorker] = []
         """Those whose programs run."""
         self.received: list[int] = []
@@ -241,8 +251,25 @@ class Signals:
         sent = signal.SIGSTOP if number == signal.SIGTSTP else number
         for worker in self.workers:
             signal_group(worker, sent)
+        self._limit(number)
         if number == signal.SIGTSTP:
             os.kill(os.getpid(), signal.SIGSTOP)
+
+    def _limit(self, number: int) -> None:
+        """Limit the time that programs have after a signal."""
+        if number == signal.SIGTERM:
+            self.kill_within(self.grace_s)
+        elif number == signal.SIGINT:
+            now = time.monotonic()
+            if self._interrupted_at is None:
+                self._interrupted_at = now
+            elif now - self._interrupted_at >= _SAME_S:
+                self.kill_within(0)
+
+    def kill_within(self, grace_s: float) -> None:
+        """Have the programs killed after this time, or earlier if that was said before."""
+        at = time.monotonic() + grace_s
+        self.kill_at = at if self.kill_at is None else min(at, self.kill_at)
 
 
 def signal_group(worker: RunWorker, number: int) -> bool:
@@ -280,8 +307,8 @@ class Processes:
         self._failed: list[tuple[RunWorker, BaseException]] = []
         """Streams whose source failed."""
         self._first_code = 0
-        self._deadline: float | None = None
-        """When workers that are being ended are killed."""
+        self._killed = False
+        """Whether it was said that programs are killed."""
 
     def run(self) -> int:
         """Run the programs; return 0, or the exit code of the first that failed.
@@ -397,14 +424,25 @@ class Processes:
                     self._note(worker)
             if self._failed:
                 self._end_others()
-            if self._deadline is not None and time.monotonic() >= self._deadline:
-                for worker in self._signals.workers:
-                    signal_group(worker, signal.SIGKILL)
+            if self._signals.kill_at is not None and time.monotonic() >= self._signals.kill_at:
+                self._kill()
 
     def _timeout(self) -> float:
-        if self._deadline is None:
+        if self._signals.kill_at is None:
             return 60.0
-        return max(self._deadline - time.monotonic(), _TICK_S)
+        return max(self._signals.kill_at - time.monotonic(), _TICK_S)
+
+    def _kill(self) -> None:
+        """Kill the programs that still run. They are killed again until they have ended: a program
+        may have started another one in between."""
+        if self._signals.workers and not self._killed:
+            self._killed = True
+            ranks = ", ".join(str(worker.rank) for worker in self._signals.workers)
+            alone = len(self._workers) == 1
+            which = "the program has" if alone else f"the programs of the workers {ranks} have"
+            self._say(f"{which} not ended and {'is' if alone else 'are'} killed")
+        for worker in self._signals.workers:
+            signal_group(worker, signal.SIGKILL)
 
     def _take(self, pipe: Prefixed) -> None:
         if pipe.take():
@@ -440,8 +478,8 @@ class Processes:
         self._end_others()
 
     def _end_others(self) -> None:
-        if self._deadline is None:
-            self._deadline = time.monotonic() + GRACE_S
+        if self._signals.kill_at is None:
+            self._signals.kill_within(self._signals.grace_s)
             for worker in self._signals.workers:
                 signal_group(worker, signal.SIGTERM)
                 signal_group(worker, signal.SIGCONT)

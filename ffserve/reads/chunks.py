@@ -25,7 +25,6 @@ from ffserve.engine.io import EngineBatch
 from ffserve.engine.shm import NOWHERE
 from ffserve.errors import FFServeError, FormatError
 from ffserve.formats.base import ChunkedShard
-from ffserve.reads.second_read import second_reads
 
 BATCH_SIZE = 1 << 20
 """Bytes of chunks that are read as one batch and decoded by one thread, unless one is larger."""
@@ -38,9 +37,10 @@ THREADS = min(4, os.cpu_count() or 1)
 class ChunkRun:
     """Adjacent chunks [low, high) of one shard, at [begin, end) of the file.
 
-    file: number of the file in the engine that reads it. fd: of the same file, for a second read.
-    mend: called before that, in the thread that decodes: has what this disk has damaged of a remote
-    file fetched again, and returns whether there was any.
+    file: number of the file in the engine that reads it. second: gives the bytes of an extent
+    (offset, length) by other paths, such as `second_reads`. mend: has what is damaged of a remote
+    file fetched again, and returns whether there was any. It may wait for an origin, so the chunks
+    of such a run are not read a second time by the thread that decodes.
     """
 
     shard: ChunkedShard
@@ -49,7 +49,7 @@ class ChunkRun:
     begin: int
     end: int
     file: int
-    fd: int
+    second: Callable[[int, int], Iterable[memoryview]]
     mend: Callable[[], bool] | None = None
 
 
@@ -147,7 +147,7 @@ class ChunkBatch(Generic[Run]):
         """
         statuses, errors = self.batch.records["status"].tolist(), self.batch.errors
         self.batch.free()
-        raw, at, mended = self._raw.data, 0, False
+        raw, at = self._raw.data, 0
         for row, (run, status) in enumerate(zip(self.runs, statuses, strict=True)):
             chunks, offset = run.shard.chunks, 0
             for chunk in range(run.low, run.high):
@@ -156,23 +156,21 @@ class ChunkBatch(Generic[Run]):
                 outcome = errors.get(row) or status
                 outcome = outcome or decode(run, chunk, extent, memory, offset, size)
                 again = False
-                if isinstance(outcome, FormatError):
-                    # Other chunks may lie in the blocks that the first one has mended.
-                    mended = (run.mend is not None and run.mend()) or mended
-                    found = _read_again(run, chunk, memory, offset)
+                if isinstance(outcome, FormatError) and run.mend is None:
+                    found = read_again(run, chunk, memory, offset)
                     if found is not None:
-                        outcome, again = found, not mended
+                        outcome, again = found, True
                 yield run, chunk, offset, outcome, again
                 offset += size
             at += run.end - run.begin
         self._buffers.give(self._raw)
 
 
-def _read_again(run: Run, chunk: int, memory: Memory[Run], offset: int) -> DecodedChunk | None:
+def read_again(run: Run, chunk: int, memory: Memory[Run], offset: int) -> DecodedChunk | None:
     """Read and decode a chunk that was damaged once more; return None if it is damaged again."""
     chunks = run.shard.chunks
     begin, size = int(chunks.begins[chunk]), int(chunks.sizes[chunk])
-    for extent in second_reads(run.fd, begin, int(chunks.ends[chunk]) - begin):
+    for extent in run.second(begin, int(chunks.ends[chunk]) - begin):
         outcome = decode(run, chunk, extent, memory, offset, size)
         if isinstance(outcome, DecodedChunk):
             return outcome

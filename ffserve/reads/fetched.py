@@ -3,7 +3,8 @@
 A `FetchingEngine` takes batches as an engine does and leaves the same in them: payloads at their
 destinations, a status and a checksum for each record. So whatever makes and collects batches
 (`records`, `chunks`) reads such files too. Reads with small gaps between them become one range,
-and all ranges of a batch are asked for when it is submitted.
+and all ranges of a batch are asked for when it is submitted. Records whose checksum is wrong are
+asked for once more, since their bytes may have been damaged on their way.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,7 +21,7 @@ from ffserve.dtypes import Int64s
 from ffserve.engine.codec import checksums, scatter
 from ffserve.engine.io import EngineBatch
 from ffserve.errors import STATUS_CHECKSUM, STATUS_FORMAT, FFServeError
-from ffserve.reads.records import BatchEngine, part_of, rows_of
+from ffserve.reads.records import MOST_AGAIN, BatchEngine, part_of, rows_of
 
 GAP = 64 << 10
 """Reads with at most this many bytes between them are fetched together."""
@@ -30,14 +31,32 @@ Fetch: TypeAlias = Callable[[int, int], list[tuple[int, int, Future[Any]]]]
 of a future is an FFServeError."""
 
 
+class FetchedFile(NamedTuple):
+    """A file whose bytes are fetched. corrected: called when a record was right only when it was
+    asked for a second time."""
+
+    ask: Fetch
+    corrected: Callable[[], object]
+
+
 @dataclass(slots=True)
 class _Range:
-    """The range [begin, end) of a file, for these reads of a batch."""
+    """The range [begin, end) of a file, for these records of a batch, with checksums of a kind."""
 
-    reads: Int64s
+    file: FetchedFile
+    kind: int
+    rows: Int64s
     begin: int
     end: int
     coming: list[tuple[int, int, Future[Any]]]
+
+    @classmethod
+    def asked(
+        cls, file: FetchedFile, kind: int, rows: Int64s, begins: Int64s, ends: Int64s
+    ) -> _Range:
+        """Ask for the bytes of extents."""
+        begin, end = int(begins.min()), int(ends.max())
+        return cls(file, kind, rows, begin, end, file.ask(begin, end))
 
 
 @dataclass(slots=True)
@@ -54,22 +73,22 @@ class FetchingEngine:
 
     Args:
         engine: reads the other files.
-        fetches: how each file's bytes are had, by its descriptor.
+        fetched: these files, by descriptor.
     """
 
-    def __init__(self, engine: BatchEngine, fetches: Mapping[int, Fetch]) -> None:
+    def __init__(self, engine: BatchEngine, fetched: Mapping[int, FetchedFile]) -> None:
         self.kind = engine.kind
         self._engine = engine
-        self._fetches = fetches
-        self._numbers: dict[int, Fetch] = {}
+        self._fetched = fetched
+        self._numbers: dict[int, FetchedFile] = {}
         """By the engine's number of the file."""
         self._begun: WeakKeyDictionary[EngineBatch, _Begun] = WeakKeyDictionary()
 
     def add_file(self, fd: int, alignment: int, around: int = 0) -> int:
         """Add a file; return its number."""
         number = self._engine.add_file(fd, alignment, around)
-        if fd in self._fetches:
-            self._numbers[number] = self._fetches[fd]
+        if fd in self._fetched:
+            self._numbers[number] = self._fetched[fd]
         return number
 
     def remove_file(self, file: int) -> None:
@@ -87,9 +106,10 @@ class FetchingEngine:
         for file in np.unique(reads["file"][fetched]).tolist():
             mine = np.flatnonzero(reads["file"] == file)
             for some in neighbours(begins[mine], ends[mine]):
-                begin, end = int(begins[mine[some[0]]]), int(ends[mine[some]].max())
-                coming = self._numbers[file](begin, end)
-                begun.ranges.append(_Range(mine[some], begin, end, coming))
+                chosen = mine[some]
+                about = self._numbers[file], int(reads["checksum_kind"][chosen[0]])
+                rows = rows_of(batch, chosen)
+                begun.ranges.append(_Range.asked(*about, rows, begins[chosen], ends[chosen]))
         # Last: what the engine has begun must be waited for, even if a range cannot be asked for.
         if not fetched.all():
             others = np.flatnonzero(~fetched)
@@ -103,14 +123,25 @@ class FetchingEngine:
             self._engine.wait(begun.local)
             batch.records[begun.rows] = begun.local.records
             begun.local.free()
+        again: list[_Range] = []
         for each in begun.ranges:
+            wrong = _settle(batch, each)[:MOST_AGAIN]
+            begins = batch.records["offset"][wrong].astype(np.int64)
+            ends = begins + batch.records["length"][wrong].astype(np.int64)
+            for some in neighbours(begins, ends):
+                about = each.file, each.kind, wrong[some]
+                again.append(_Range.asked(*about, begins[some], ends[some]))
+        for each in again:
             _settle(batch, each)
+            if (batch.records["status"][each.rows] == 0).any():
+                each.file.corrected()
         batch.ended_elsewhere()
 
 
-def _settle(batch: EngineBatch, fetched: _Range) -> None:
-    """Wait for a range; verify the records that lie in it, and copy them to their destinations."""
-    rows, records = rows_of(batch, fetched.reads), batch.records
+def _settle(batch: EngineBatch, fetched: _Range) -> Int64s:
+    """Wait for a range; verify its records, and copy them to their destinations. Return those whose
+    checksum is wrong."""
+    rows, records = fetched.rows, batch.records
     starts = records["offset"][rows].astype(np.int64) - fetched.begin
     lengths = records["length"][rows].astype(np.int64)
     content = np.empty(fetched.end - fetched.begin, np.uint8)
@@ -125,12 +156,15 @@ def _settle(batch: EngineBatch, fetched: _Range) -> None:
             batch.errors.update(dict.fromkeys(rows[lost].tolist(), error))
     records["status"][rows[~there]] = STATUS_FORMAT
     rows, starts, lengths = rows[there], starts[there], lengths[there]
-    kind = int(batch.reads["checksum_kind"][fetched.reads[0]])
-    if kind:
-        found = checksums(kind, content, starts.astype(np.uint64), lengths.astype(np.uint64))
-        records["found"][rows] = found
-        records["status"][rows[found != records["checksum"][rows]]] = STATUS_CHECKSUM
     scatter(content, starts, lengths, records["dest"][rows])
+    if not fetched.kind:
+        return rows[:0]
+    extents = starts.astype(np.uint64), lengths.astype(np.uint64)
+    found = records["found"][rows] = checksums(fetched.kind, content, *extents)
+    wrong = found != records["checksum"][rows]
+    records["status"][rows] = np.where(wrong, STATUS_CHECKSUM, 0)
+    bad: Int64s = rows[wrong]
+    return bad
 
 
 def neighbours(begins: Int64s, ends: Int64s) -> Iterator[Int64s]:

@@ -27,6 +27,7 @@ from ffserve.errors import FFServeError, FormatError
 from ffserve.formats.base import (
     HEAD_SIZE,
     UNKNOWN_LENGTH,
+    Admit,
     ChunkedShard,
     Heads,
     Shard,
@@ -34,6 +35,7 @@ from ffserve.formats.base import (
     is_chunked,
     needs_scan,
     opens_small,
+    unbounded,
 )
 from ffserve.formats.tfrecord import FORMAT as TFRECORD
 
@@ -249,8 +251,14 @@ def read_all(fds: list[int], paths: list[str], sizes: Int64s, how: How) -> list[
     return found
 
 
-def read_single(files: OpenFiles, row: int, how: How) -> Tables:
-    """Return the tables of one file. Raises: as `shardfile.open_shard`."""
+def read_single(
+    files: OpenFiles,
+    row: int,
+    how: How,
+    admit: Admit = unbounded,
+    reading: Callable[[int], object] | None = None,
+) -> Tables:
+    """Return the tables of one file. Args, Raises: as of `shardfile.open_shard`."""
     parsed = open_shard(
         files.fds[row],
         files.paths[row],
@@ -260,6 +268,8 @@ def read_single(files: OpenFiles, row: int, how: How) -> Tables:
         keep=how.keep,
         seen=how.seen,
         passed_index=files.indexes[row],
+        admit=admit,
+        reading=reading,
     )
     return Tables.of(parsed, how.max_chunk_size, scanned_as(parsed))
 

@@ -24,6 +24,16 @@ DIVIDED_SHARE = 16
 """A part may end where at most one in DIVIDED_SHARE runs that have begun is divided."""
 KNOWN_SHARE = 3 / 4
 """A part may end within this share of the examined positions."""
+LEAST_SIZE = 4 << 20
+"""Windows of fewer bytes are joined until they have this many."""
+LARGEST_MEAN = 32 << 10
+"""An order of samples with a larger mean has no windows: a disk reads such samples one by one
+at full speed."""
+
+
+def fewest(mean_size: float, least_size: int) -> int:
+    """Return the fewest samples of a window; 0 if samples of this mean size have none."""
+    return max(int(least_size / mean_size), 1) if mean_size <= LARGEST_MEAN else 0
 
 
 def window_ends(numbers: Int64s, least: int, *, last: bool = False) -> Iterator[int]:

@@ -260,6 +260,8 @@ class StoredObject:
         self.state = state
         self.count, self.block_size, self.size = state.count, state.block_size, state.size
         self.users = 0
+        self.sent_alike: dict[int, int] = {}
+        """The checksums of blocks with damaged records that the origin has sent twice alike."""
         self._lock = threading.Lock()
         self._pins = np.zeros(state.count, np.int32)
         path = os.path.join(state.directory, "state")

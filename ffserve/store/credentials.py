@@ -36,6 +36,7 @@ _USER_SETTINGS = (
     "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY",
 )  # fmt: skip
 """Environment variables from which packages of every scheme take settings."""
+_PROXIES = "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "FTP_PROXY"
 _LOGGERS = ("asyncio", "fsspec", "urllib3")
 """Loggers of the packages that several schemes use."""
 
@@ -113,12 +114,17 @@ def _passed(some: Iterable[str]) -> Passed:
 
 
 def forget_own_settings() -> None:
-    """Clear fsspec's configuration in this process, which reads for others, and delete the
-    variables that the packages of the schemes would take settings from."""
+    """Clear fsspec's configuration in this process, which reads for others, delete the variables
+    that the packages of the schemes would take settings from, and lead them to no file of this
+    user. Most packages cannot be told to look at none of that, or look again in a part of theirs
+    (to renew a token), so the process has none of it."""
     importlib.import_module("fsspec").config.conf.clear()
     forgotten = tuple(union(lambda scheme: scheme.forgotten))
-    for name in [name for name in os.environ if name.startswith(forgotten)]:
-        del os.environ[name]
+    for name in list(os.environ):
+        if name.startswith(forgotten) or name.upper() in _PROXIES:
+            del os.environ[name]
+    for files in union(lambda scheme: scheme.own_files) | {"NETRC"}:
+        os.environ[files] = os.devnull
 
 
 def quieten_packages() -> None:

@@ -9,6 +9,7 @@ a row is asked by one thread at a time (circuit breaker); the others wait for wh
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import heapq
 import itertools
@@ -20,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -27,6 +29,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from ffserve.dtypes import Int64s
+from ffserve.engine.codec import crc32c
 from ffserve.errors import FFServeError, MissingFile, ReadError, UsageError
 from ffserve.formats.base import ReadAt
 from ffserve.limits import FETCH_SIZE, MOST_READ_AHEAD, ORIGIN_THREADS
@@ -51,6 +54,8 @@ POLL_S = 0.005
 """A block that another process fetches is looked at with this interval."""
 FULL_S = 5.0
 """A copy waits this long for room on a full disk, since the store may give way."""
+MOST_ALIKE = 256
+"""An object of which the origin has sent this many damaged blocks twice alike is damaged there."""
 LISTED_S = 30.0
 """A listing counts as the present state of an object for this long."""
 NOW = 0.0
@@ -630,6 +635,36 @@ class Fetcher:
                 log.warning("store: block %d of %s was damaged on disk", block, opened.shown)
                 self.store.drop(stored, block)
         return len(stored.missing(blocks)) > 0
+
+    def compare(self, opened: OpenObject, blocks: Int64s, most_s: float) -> bool:
+        """Ask the origin once more for blocks that contain a damaged record, and are pinned; those
+        that it has sent twice alike are left out. Return whether any bytes are others now.
+
+        Args: most_s: how long this may take, about.
+        """
+        changed, until = False, time.monotonic() + most_s
+        for block in blocks.tolist():
+            left_s = until - time.monotonic()
+            if left_s > 0 and len(opened.stored.sent_alike) < MOST_ALIKE:
+                changed |= self._compare(opened, block, left_s)
+        return changed
+
+    def _compare(self, opened: OpenObject, block: int, most_s: float) -> bool:
+        """See `compare`; of one block."""
+        stored = opened.stored
+        before = int(stored.state.checksums[block])
+        if stored.sent_alike.get(block) == before:
+            return False
+        content = self.ask_bytes(opened, block * stored.block_size, stored.state.end(block))
+        with contextlib.suppress(FutureTimeout):
+            found = content.result(most_s)
+            assert isinstance(found, bytes)
+            if crc32c(found) != before:
+                log.warning("store: block %d of %s had come damaged", block, opened.shown)
+                stored.publish(block, found)
+                return True
+            stored.sent_alike[block] = before
+        return False
 
 
 def _pass_on(to: Future[Outcome], done: Future[Outcome]) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from ffserve import formats
 from ffserve.disk import index_file
-from ffserve.disk.shardfile import watched
+from ffserve.disk.shardfile import Counted, watched
 from ffserve.engine.codec import crc32c
-from ffserve.formats.base import HEAD_SIZE, ReadAt, needs_scan, read_exactly
+from ffserve.formats.base import HEAD_SIZE, Admit, ReadAt, needs_scan, read_exactly, unbounded
 from ffserve.store.blocks import StoredObject
 from ffserve.store.directory import Store
 
@@ -23,6 +23,8 @@ def parsed(
     tolerant: bool = False,
     seen: Callable[[int], object] | None = None,
     kept: tuple[Store, StoredObject] | None = None,
+    admit: Admit = unbounded,
+    reading: Callable[[int], object] | None = None,
 ) -> formats.Shard:
     """Read an object's tables, or its index.
 
@@ -30,27 +32,33 @@ def parsed(
         nowhere. Others as of `shardfile.open_shard`.
     Raises: as that; AccessDenied, ReadError of the origin.
     """
+    if reading is not None:
+        read_at = Counted(read_at, reading)
     head = bytearray(min(size, HEAD_SIZE))
     read_exactly(read_at, 0, memoryview(head), name)
     chosen = formats.by_name(format) if format else formats.detect(bytes(head), name, size)
     if not needs_scan(chosen):
-        return chosen.open(read_at, size, name, verify=verify, tolerant=tolerant)
+        return chosen.open(read_at, size, name, verify=verify, tolerant=tolerant, admit=admit)
     if seen is not None:
         read_at = watched(read_at, seen)
     if kept is None:
-        return chosen.open(read_at, size, name, verify=verify, tolerant=tolerant)
+        return chosen.open(read_at, size, name, verify=verify, tolerant=tolerant, admit=admit)
     store, stored = kept
     tail = bytearray(min(size, index_file.END_SIZE))
     read_exactly(read_at, size - len(tail), memoryview(tail), name)
     ends = crc32c(bytes(head[: index_file.END_SIZE])), crc32c(bytes(tail))
     identity = index_file.Identity(chosen.name, size, 0, *ends)
     place = f"index-{chosen.name}"
-    indexed = index_file.decode(stored.read_index(place), identity)
+    index = stored.read_index(place)
+    if reading is not None:
+        reading(len(index))
+    indexed = index_file.decode(index, identity)
     if indexed is not None:
         tables = indexed.lengths, indexed.checksums, indexed.kept
+        admit(len(indexed.lengths), index_file.table_size(len(indexed.lengths), len(indexed.kept)))
         if (shard := chosen.restore(*tables, size, name)) is not None:
             return shard
-    scanned = chosen.open(read_at, size, name, verify=verify, tolerant=tolerant)
+    scanned = chosen.open(read_at, size, name, verify=verify, tolerant=tolerant, admit=admit)
     if verify and scanned.sound:
         content = index_file.encode(identity, scanned.lengths, scanned.checksums, scanned.kept)
         store.keep_index(stored, place, content)

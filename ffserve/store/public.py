@@ -14,7 +14,7 @@ from ffserve.store.object_tables import parsed
 from ffserve.store.origin import HIDDEN, SPECIAL, ObjectVersion, failure, file_system, sized
 from ffserve.store.ranges import RangedObject, ReadAtStream
 from ffserve.store.staging import Staging, plan_staging
-from ffserve.store.urls import check_name, is_url, is_web, literal, name_of, shown
+from ffserve.store.urls import check_name, is_url, is_web, literal, local_path, name_of, shown
 from ffserve.store.warming import warm_up
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "is_url",
     "is_web",
     "literal",
+    "local_path",
     "name_of",
     "parsed",
     "plan_staging",

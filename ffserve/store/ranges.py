@@ -6,7 +6,9 @@ are in `fetching.py`.
 
 from __future__ import annotations
 
+import contextlib
 import io
+from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
 from itertools import pairwise
@@ -57,6 +59,12 @@ class RangedObject:
         end = min(end, self.size)
         edges = [*range(start, end, RANGE_SIZE), end]
         return [(a, b, self.ask(a, b)) for a, b in pairwise(edges)]
+
+    def ask_again(self, offset: int, length: int) -> Iterator[memoryview]:
+        """Yield the bytes of an extent that has come damaged, unless the origin fails."""
+        with contextlib.suppress(FFServeError):
+            coming = self.ask_all(offset, offset + length)
+            yield memoryview(b"".join(bytes_of(future) for _, _, future in coming))
 
     def read_at(self) -> ReadAt:
         """Return a `ReadAt` for one thread. Bytes that are read in order are asked for ahead.

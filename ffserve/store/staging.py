@@ -63,8 +63,9 @@ def plan_staging(given: Sequence[str]) -> list[Item]:
     """
     items: dict[str, Item] = {}
     for url in given:
-        if not urls.is_url(url):
+        if (local := urls.local_path(url)) == url:
             raise UsageError("not the URL of a remote file", path=url, hint="such as s3://bucket/x")
+        url = url if local is None else f"file://{local}"
         found = listing(url, below=True)
         single = len(found) == 1 and found[0].url == url
         for identity in found:

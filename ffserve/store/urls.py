@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from ffserve.errors import UsageError
 from ffserve.store.schemes import scheme_of
@@ -18,6 +18,28 @@ NAME_MAX = 255
 def is_url(path: str) -> bool:
     """Whether a path is the URL of a remote file (`s3://…`), not the name of a local one."""
     return _URL.match(path) is not None and not path.lower().startswith("file://")
+
+
+def local_path(path: str, *, escaped: bool = True) -> str | None:
+    """Return the path of a local file, given as a path or a ``file:`` URL; None for the URL of a
+    remote file.
+
+    Args:   escaped: whether `%20` in a ``file:`` URL is a space; Hadoop does not take it for one.
+    Raises: UsageError: the URL names another machine, or no path.
+    """
+    if path[:6].lower() != "file:/":
+        return None if is_url(path) else path
+    host, rest = "", path[5:]
+    if rest.startswith("//"):
+        host, slash, rest = rest[2:].partition("/")
+        rest = slash + rest
+    if host.lower() not in ("", "localhost") or not rest:
+        raise UsageError(
+            f"the URL of a local file names the host {host!r}, not this machine",
+            path=path,
+            hint="write file:///PATH, or the URL of a protocol that reaches that host",
+        )
+    return unquote(rest, errors="surrogateescape") if escaped else rest
 
 
 def is_web(url: str) -> bool:

@@ -37,6 +37,16 @@ def notify(state: str, *fds: int) -> None:
         sock.sendmsg([state.encode()], rights)
 
 
+def passed_names() -> list[str] | None:
+    """Return the names of the descriptors that the service manager passed, in their order; None: it
+    passed none."""
+    count, pid = os.environ.get("LISTEN_FDS", ""), os.environ.get("LISTEN_PID", "")
+    if pid != str(os.getpid()) or not count.isdecimal():
+        return None
+    names = os.environ.get("LISTEN_FDNAMES", "").split(":")
+    return [names[k] if k < len(names) else "" for k in range(int(count))]
+
+
 def priority(level: int) -> str:
     """Return what begins a line of this level: nothing unless standard error is the journal."""
     return f"<{_PRIORITIES.get(level, 6)}>" if is_journal() else ""

@@ -676,6 +676,25 @@ def test_a_daemon_of_another_user_with_low_limits(doctor: Doctor, place: Path) -
         assert "--file-system fuse" in diagnosis.commands("data-file-system")
 
 
+@pytest.mark.check
+def test_little_locked_memory_is_not_blamed_on_seccomp(doctor: Doctor) -> None:
+    """Linux 6.14 and later count rings again."""
+    container.seccomp()
+    limits = (("RLIMIT_MEMLOCK", 64 << 10),)
+    box = Container(users=None, namespaces=(), uid=ALICE, limits=limits, denied=("acct",))
+    refused = r"io_uring is not used \(too little memory may be locked .*\): .*"
+    daemon = Daemon(options=["--socket-mode", "0666"], expect=[refused])
+    daemon.directory.chmod(0o777)
+    put_inside(daemon, box)
+    with started(daemon):
+        diagnosis = found(doctor("--socket", daemon.socket), "locked-memory")
+        assert "may lock 64.0 KiB of memory" in diagnosis.text
+        engine = daemon.status()["engine"]
+        assert engine["refused"] == "too little memory may be locked (see ulimit -l)"
+        if engine["kind"] not in ("registered", "uring"):
+            assert f"io_uring needs more, so the daemon (pid {daemon.pid}) reads" in diagnosis.text
+
+
 def test_a_daemon_in_a_pid_namespace_of_its_own(doctor: Doctor) -> None:
     daemon = Daemon()
     put_inside(daemon, Container(users=None, namespaces=("mnt", "pid")))

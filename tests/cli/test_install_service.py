@@ -28,13 +28,26 @@ def test_the_service_is_written_and_removed(tmp_path: Path) -> None:
         f"{units}/ffserve-mount@.service",
         "usr/local/lib/sysusers.d/ffserve.conf",
         "etc/ffserve/ffserve.toml",
+        "usr/local/bin/ffserve",
     }
+    assert (tmp_path / "usr/local/bin/ffserve").readlink() == Path(sys.prefix) / "bin/ffserve"
     text = (tmp_path / units / "ffserve.service").read_text()
     assert f"ExecStart={sys.prefix}/bin/ffserve serve --config /etc/ffserve/ffserve.toml" in text
     assert "%i" not in text and "/opt/ffserve" not in text
     assert "kept" not in text_of("uninstall-service", "--root", tmp_path)
     assert files_below(tmp_path) == set()
     assert "removed" in text_of("uninstall-service", "--root", tmp_path), "a second time as well"
+
+
+@pytest.mark.parametrize("link", [None, "/opt/other/bin/ffserve"])
+def test_a_command_of_somebody_else_is_left_alone(link: str | None, tmp_path: Path) -> None:
+    command = tmp_path / "usr/local/bin/ffserve"
+    command.parent.mkdir(parents=True)
+    command.write_text("mine") if link is None else command.symlink_to(link)
+    assert f"{command} is left as it is" in text_of("install-service", "--root", tmp_path)
+    text_of("uninstall-service", "--root", tmp_path)
+    assert files_below(tmp_path) == {"usr/local/bin/ffserve"}
+    assert command.readlink() == Path(link) if link else command.read_text() == "mine"
 
 
 def test_settings_outlive_upgrade_and_removal(tmp_path: Path) -> None:

@@ -140,10 +140,10 @@ def test_files_lie_in_the_directory_of_their_alias(data: Path, place: Path) -> N
         *shell("pwd; echo $RANK of $WORLD_SIZE; cat train/*; wc -l < input/part-1.txt"),
     )  # fmt: skip
     assert out == f"{place}\n0 of 1\n{LINES.decode()}10\n"
-    assert content(place / "train") == FILES
+    assert content(place / "train") == {**FILES, "empty.txt": b""}
     assert (place / "train" / "part-0.txt").stat().st_ino == (data / "part-0.txt").stat().st_ino
     hidden = f"{data}/.crc, {data}/_SUCCESS, {data}/_broken.gz and 1 more"
-    assert err == f"left out of the inputs: hidden: {hidden}; empty: {data}/empty.txt\n"
+    assert err == f"left out of the inputs: hidden: {hidden}\n"
 
 
 def test_several_workers_have_directories_of_their_own(data: Path, place: Path) -> None:
@@ -154,7 +154,7 @@ def test_several_workers_have_directories_of_their_own(data: Path, place: Path) 
     for _ in range(2):  # the second finds what the first has left
         out, err = run(place, "--input", f"{data}/*.txt", "--workers", 3, "--", "./train.sh")
         assert sorted(err.splitlines()) == [
-            "[0] 0/3", "[1] 1/3", "[2] 2/3", f"left out of the inputs: empty: {data}/empty.txt",
+            "[0] 0/3", "[1] 1/3", "[2] 2/3",
         ]  # fmt: skip
         names = ["input", "mine", "train.sh"]
         assert sorted(out.splitlines()) == [
@@ -162,10 +162,12 @@ def test_several_workers_have_directories_of_their_own(data: Path, place: Path) 
         ]
         for rank in range(3):
             worker = place / f"worker-{rank}"
-            assert set(content(worker / "input")) == set(sorted(FILES)[rank::3])
+            assert set(content(worker / "input")) == set(sorted([*FILES, "empty.txt"])[rank::3])
             assert os.readlink(worker / "train.sh") == "../train.sh"
         assert sorted(os.listdir(place)) == ["train.sh", "worker-0", "worker-1", "worker-2"]
-    assert (place / "worker-0" / "mine").read_bytes() == FILES["part-0.txt"] + FILES["part-3.txt"]
+    mine = [(place / f"worker-{rank}" / "mine").read_bytes() for rank in range(3)]
+    assert mine == [FILES["part-2.txt"], FILES["part-0.txt"] + FILES["part-3.txt"],
+                    FILES["part-1.txt"]]  # fmt: skip
 
 
 def test_fewer_files_than_workers_are_a_warning(data: Path, place: Path) -> None:
@@ -206,7 +208,10 @@ def test_what_is_wrong_is_said_before_anything_starts(data: Path, place: Path) -
     good = ["--input", f"{data}/part-0.txt"]
     for words, text in (
         (["--input", f"{data}/none*", *shell("touch started")], "no file matches"),
-        (["--input", f"{data}/empty.txt", *shell("touch started")], "empty.txt"),
+        (
+            ["--input", f"{data}/empty.txt", "--input-strategy", "stream", *shell("touch started")],
+            f"no file; left out: empty: {data}/empty.txt",
+        ),
         ([*good, "--", "no-such-program"], "no-such-program: cannot run the program"),
         ([*good, "--", "./none"], "./none: cannot run the program"),
         ([*good, "--", "./plain"], "chmod"),
@@ -358,6 +363,36 @@ def test_signals_pass_through_once(place: Path, number: int) -> None:
     process.send_signal(number)
     out, _ = process.communicate(timeout=30)  # the shell says that its sleep was killed
     assert (process.returncode, out) == (5, f"got {name}\n".encode())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_second_interrupt_ends_a_program_that_ignores_the_first(
+    place: Path, workers: int
+) -> None:
+    text = 'trap "" INT TERM; echo $$ > pid; while :; do sleep 0.05; done'
+    process = start(place, "--workers", workers, "--grace", 1000, *shell(text))
+    folders = [place] if workers == 1 else [place / "worker-0", place / "worker-1"]
+    pids = [int(wait_for(folder / "pid")) for folder in folders]
+    process.send_signal(signal.SIGINT)
+    while process.poll() is None:
+        time.sleep(0.4)  # two at once are one
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+    which = "the program has" if workers == 1 else "the programs of the workers 0, 1 have"
+    assert f"{which} not ended and" in process.communicate()[1].decode()
+    assert process.returncode == 128 + signal.SIGKILL and all(map(ended, pids))
+
+
+def test_a_program_that_ignores_sigterm_is_killed_after_the_grace(place: Path) -> None:
+    process = start(
+        place, "--grace", 0, *shell('trap "" TERM; echo $$ > pid; while :; do sleep 0.05; done')
+    )
+    pid = int(wait_for(place / "pid"))
+    process.terminate()
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGKILL and b"has not ended and is killed" in err
+    assert ended(pid)
 
 
 def test_stopping_the_run_stops_its_program(place: Path) -> None:

@@ -805,6 +805,19 @@ def test_each_path_was_looked_up_twice_to_expand_it(
         assert 1 <= len(calls) <= most
 
 
+def test_file_urls_are_local_paths(tmp_path: Path) -> None:
+    path = tmp_path / "a b%#ä.ffr"
+    write(path, [b"x"])
+    for url in (path.as_uri(), f"file://localhost{path.as_uri()[7:]}", f"FILE:{path.as_uri()[7:]}"):
+        assert expand_paths(url) == expand_paths([url]) == (str(path),)
+        with ffserve.open(url, server="off") as reader:
+            assert bytes(reader.read([0])[0]) == b"x"
+    assert expand_paths(f"{tmp_path.as_uri()}/*.ffr") == (str(path),)
+    for wrong in ("file://other/x.ffr", "file://x.ffr"):
+        with pytest.raises(UsageError, match="names the host"):
+            expand_paths(wrong)
+
+
 def test_directories_without_files_and_with_links_that_lead_nowhere(tmp_path: Path) -> None:
     (tmp_path / "circle.ffr").symlink_to("circle.ffr")
     (tmp_path / "broken.ffr").symlink_to("nowhere")

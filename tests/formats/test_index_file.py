@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import struct
+import sys
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -617,3 +619,56 @@ def test_record_of_256_tib_in_a_passed_index_file_was_an_internal_error() -> Non
         beside(path).write_bytes(encode(identity, one, np.zeros(1, np.uint32)))
         with serving() as daemon, pytest.raises(FormatError, match="record 0 has"):
             daemon.open(path)
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("claimed", [0, 1, 1 << 60])
+def test_a_sparse_index_file_was_read_whole(tmp_path: Path, claimed: int) -> None:
+    """It is hundreds of MiB long and takes 4 KiB on disk; the memory for it was taken at once."""
+    path = tmp_path / "sparse.tfrecord"
+    with path.open("wb") as file:
+        file.truncate(4 << 20)
+    planted = tmp_path / ".sparse.tfrecord.ffx"
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        identity = index_file.Identity.of(fd, str(path), "tfrecord")
+        content = bytearray(index_file.encode(identity, np.zeros(0, np.uint64), np.zeros(0, "u4")))
+        content[56:64] = claimed.to_bytes(8, "little")
+        planted.write_bytes(content)
+        os.truncate(planted, 300 << 20)
+        tracemalloc.start()
+        try:
+            assert index_file.find(fd, str(path), identity) is None
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        finally:
+            tracemalloc.stop()
+    finally:
+        os.close(fd)
+
+
+def test_a_cache_of_many_index_files_was_listed_for_each_new_one(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 7,000 files in the cache, an opening took 180 ms instead of 24."""
+    listed: list[str] = []
+
+    def listing(event: str, arguments: tuple[object, ...]) -> None:
+        if listed and event == "os.scandir":
+            listed.append(str(arguments[0]))
+
+    identity = index_file.Identity("tfrecord", 0, 0, 0, 0)
+    files = [tmp_path / f"{k}.tfrecord" for k in range(100)]
+    monkeypatch.setattr(index_file, "CACHE_COUNT", 64)
+    sys.addaudithook(listing)
+    listed.append("begin")
+    for file in files:
+        file.write_bytes(bytes(16))
+        fd = os.open(file, os.O_RDONLY)
+        now = index_file.Identity.of(fd, str(file), "tfrecord")
+        scanned = TFRecord().open(reader_of(b""), 0, "empty")
+        assert index_file.store(fd, str(file), now, scanned, "inode")
+        assert index_file.find(fd, str(file), identity, "inode") is None
+        os.close(fd)
+        assert len(os.listdir(cache)) <= 64
+    count, listed[:] = len(listed) - 1, []
+    assert 0 < count <= 10, "it is listed to remove an eighth of its files"

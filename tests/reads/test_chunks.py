@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ffserve.reads.chunks import (
     ReusableBuffers,
     batches,
 )
+from ffserve.reads.second_read import second_reads
 
 SIZE = 3 * BUFFER_UNIT + 777
 
@@ -53,6 +55,10 @@ class Plain:
         return np.zeros(1, np.int64), np.array([len(extent)], np.int64)
 
 
+def nothing(_offset: int, _length: int) -> list[memoryview]:
+    return []
+
+
 def runs(
     places: list[tuple[int, int]], joined: int = 1, bad: dict[int, Exception] | None = None
 ) -> list[ChunkRun]:
@@ -60,7 +66,9 @@ def runs(
     found = []
     for low in range(0, len(places), joined):
         high = min(low + joined, len(places))
-        found.append(ChunkRun(shard, low, high, places[low][0], places[high - 1][1], 0, fd=-1))
+        found.append(
+            ChunkRun(shard, low, high, places[low][0], places[high - 1][1], 0, second=nothing)
+        )
     return found
 
 
@@ -71,7 +79,7 @@ def decode(
     with Engine("threads", depth=4) as engine:
         file = engine.add_file(fd, 512)
         for run in chunks:
-            run.file, run.fd = file, fd
+            run.file, run.second = file, partial(second_reads, fd)
         reading = ChunkBatch(chunks, ReusableBuffers(0))
         engine.submit(reading.batch)
         engine.wait(reading.batch)

@@ -511,17 +511,17 @@ def test_a_file_that_the_client_cannot_open_gives_the_opening_up(
     program = f"""
 import os, sys
 from ffserve.client.daemon import connection
-from ffserve.client.daemon import descriptors
+from ffserve.client.daemon import passed_files
 from ffserve.client.failover import OpenRequest
 from ffserve.errors import MissingFile
 import ffserve
 held = connection.Connection(sys.argv[2], "job")
-real = descriptors.PassedFiles.of.__func__
+real = passed_files.PassedFiles.of.__func__
 os.stat(sys.argv[1])
 def gone(cls, paths, positions):
     os.path.exists({gone!r}) and os.unlink({gone!r})
     return real(cls, paths, positions)
-descriptors.PassedFiles.of = classmethod(gone)
+passed_files.PassedFiles.of = classmethod(gone)
 try: held.open(OpenRequest(({good!r}, {gone!r}), None, "require", True, False))
 except MissingFile as error: print("missing", error.path)
 print(held.open(OpenRequest(({good!r},), None, "require", True, False)).formats)

@@ -7,7 +7,6 @@ import random
 import numpy as np
 import pytest
 
-import ffserve.server.prepared.claims
 from ffserve.cache.tables import Directory
 from ffserve.protocol import ELSEWHERE, READABLE, UNSHARED, YOURS
 from ffserve.server.files.preparations import Preparation, Preparations
@@ -20,9 +19,9 @@ TABLES = ["_claims", "_awaited", "_held", "_waiting", "_amounts"]
 class World:
     """A directory whose samples become readable, and claims over it."""
 
-    def __init__(self) -> None:
+    def __init__(self, **limits: int) -> None:
         self.directory = Directory(1 << 22)
-        self.claims = Claims(self.directory)
+        self.claims = Claims(self.directory, **limits)
         self.answers: list[tuple[object, list[int], list[int]]] = []
         self.shared = True
         self.now = 0.0
@@ -210,9 +209,8 @@ def test_samples_that_cost_nothing_ended_the_daemon() -> None:
     assert 0 < preparation.saved_per_byte_s(1e-9) < 1e-9
 
 
-def test_a_user_has_claimed_as_much_as_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ffserve.server.prepared.claims, "MOST_USER_CLAIMED", 100)
-    world = World()
+def test_a_user_has_claimed_as_much_as_there_is_memory() -> None:
+    world = World(most_user_claimed=100)
     assert world.claim("a", *range(200)) == [YOURS] * 100 + [UNSHARED] * 100
     assert world.claim("b", 0, 150) == [ELSEWHERE, YOURS], "another user"
     for number in range(50):
@@ -220,11 +218,8 @@ def test_a_user_has_claimed_as_much_as_there_is_memory(monkeypatch: pytest.Monke
     assert world.claim("a", *range(100, 200)) == [YOURS] * 50 + [ELSEWHERE] + [UNSHARED] * 49
 
 
-def test_a_user_who_waits_for_too_much_prepares_for_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ffserve.server.prepared.claims, "MOST_USER_CLAIMED", 2 * 64 + 3)
-    world = World()
+def test_a_user_who_waits_for_too_much_prepares_for_itself() -> None:
+    world = World(most_user_claimed=2 * 64 + 3)
     world.claim("a", 1, 2)
     for _ in range(3):
         world.wait("b", [1, 2, 5])

@@ -19,7 +19,7 @@ import ffserve
 from ffserve import aio
 from ffserve.client import failover
 from ffserve.client.daemon.shared_memory import ReadRequest
-from ffserve.client.local.local_source import ChunkedRequest, LocalRequest
+from ffserve.client.local.local_source import LocalRequest
 from ffserve.compat.ffrecord import FileReader
 from ffserve.errors import ArenaBusyError, ArenaError, ChecksumError, ReadError
 from ffserve.torch import DataLoader, RawDataset
@@ -149,7 +149,7 @@ def test_a_refused_request_is_freed_at_once(
                     assert views[0].nbytes == len(TRUTH[1])
                 assert len(reader.sizes()) == 9
                 assert sum(1 for _ in reader) == 9
-            kinds = ReadRequest, LocalRequest, ChunkedRequest
+            kinds = ReadRequest, LocalRequest
             assert not [each for each in gc.get_objects() if type(each) in kinds]
     finally:
         gc.enable()

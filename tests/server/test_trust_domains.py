@@ -16,8 +16,8 @@ from daemon import Daemon, client, run_python, serving, until, write
 
 import ffserve
 from ffserve.config import ServerConfig
+from ffserve.limits import MOST_USER_DOMAINS
 from ffserve.server.sessions.state import ServerState
-from ffserve.server.users import domains
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users")
 
@@ -469,12 +469,11 @@ def test_a_domain_without_shards_is_dissolved_and_its_number_used_again() -> Non
     state.close()
 
 
-def test_one_user_cannot_take_all_domains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(domains, "MOST_USER_DOMAINS", 3)
+def test_one_user_cannot_take_all_domains() -> None:
     state = ServerState(ServerConfig(arena_size_bytes=16 * MIB))
-    for namespace in range(3):
+    for namespace in range(MOST_USER_DOMAINS):
         state.domains.obtain((1000, namespace))
     with pytest.raises(ffserve.ReadError, match="no room for another"):
-        state.domains.obtain((1000, 4))
+        state.domains.obtain((1000, MOST_USER_DOMAINS))
     assert state.domains.obtain((1001, 1)) is not state.domains.obtain(None)
     state.close()

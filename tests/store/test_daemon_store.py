@@ -383,6 +383,44 @@ def test_what_somebody_edited_in_the_store_is_fetched_again(
         check(url, samples)
 
 
+@pytest.mark.parametrize("kind", [0, 1, 3])
+def test_blocks_that_came_damaged_are_fetched_again_once(
+    origin: HttpOrigin, tmp_path: Path, kind: int
+) -> None:
+    format, options = FORMATS[kind]
+    samples = [random.Random(k).randbytes(9000) for k in range(100)]
+    url = served(origin, tmp_path, samples, "a.data", format, **options)
+    content = origin.files["a.data"]
+    place = len(content) // 2 + 4000  # in a payload
+    origin.wrong[place] = 1
+    came_damaged = r"store: block \d+ of .* had come damaged"
+    with serving(**daemon_options(tmp_path, expect=[came_damaged])) as daemon:
+        with daemon.open(url) as reader:
+            assert plain(reader.read(range(100))) == samples
+        assert origin.wrong == {place: 0}
+        assert origin.total <= len(content) + 2 * BLOCK  # its sample lies in one block, or two
+
+
+@pytest.mark.parametrize("kind", [0, 3])
+def test_a_block_that_is_damaged_at_the_origin_is_asked_for_twice_and_no_more(
+    origin: HttpOrigin, tmp_path: Path, kind: int
+) -> None:
+    format, options = FORMATS[kind]
+    samples = [random.Random(k).randbytes(9000) for k in range(100)]
+    url = served(origin, tmp_path, samples, "a.data", format, **options)
+    content = bytearray(origin.files["a.data"])
+    content[len(content) // 2 + 4000] ^= 1  # in a payload
+    origin.put("a.data", bytes(content))
+    with serving(**daemon_options(tmp_path, expect=["sample .*", ".*checksum.*"])) as daemon:
+        for _ in range(2):
+            with daemon.open(url) as reader:
+                for _ in range(3):
+                    got = reader.read(range(100), errors="return")
+                    bad = [k for k, sample in enumerate(got) if isinstance(sample, FFServeError)]
+                    assert 0 < len(bad) < 100
+        assert origin.total <= len(content) + 2 * BLOCK
+
+
 def test_without_a_daemon_that_has_a_store_ranges_are_read_and_it_is_said_once(
     origin: HttpOrigin, tmp_path: Path, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,

@@ -80,21 +80,26 @@ def test_what_is_left_out_of_a_listing_is_said(server: HttpOrigin) -> None:
         server.put(name, b"" if name in ("d/none", "d/_SUCCESS") else name.encode())
     server.unsized.add("d/odd")
     found = find(f"{server.url}/d/")
-    assert [file.name for file in found.files] == ["b.txt", "odd", "sub/a.txt", "sub.txt"]
+    assert [file.name for file in found.files] == ["b.txt", "none", "odd", "sub/a.txt", "sub.txt"]
     assert {file.name: file.size for file in found.files}["odd"] == -1
     assert dict(found.left_out) == {
         f"{server.url}/d/_SUCCESS": "hidden",
         f"{server.url}/d/.x": "hidden",
-        f"{server.url}/d/none": "empty",
     }
     assert [file.name for file in find(f"{server.url}/d/*.txt").files] == ["b.txt", "sub.txt"]
-    assert [file.name for file in find(f"{server.url}/d/_S*").files] == []
-    assert find(f"{server.url}/d/_S*").left_out == [(f"{server.url}/d/_SUCCESS", "empty")]
+    assert [file.name for file in find(f"{server.url}/d/_S*").files] == ["_SUCCESS"]
     [only] = find(f"{server.url}/d/b.txt?path=x/y&X-Amz-Signature=secret").files
     assert (only.name, only.size) == ("b.txt", 7)
     for wrong in ("none-such", "*.ffr"):
         with pytest.raises(MissingFile, match=server.url):
             find(f"{server.url}/d/{wrong}")
+
+
+def test_an_empty_file_is_placed(server: HttpOrigin, tmp_path: Path) -> None:
+    server.put("d/ready", b"")
+    server.put("d/x", b"x")
+    placed = place(tmp_path / "run", f"{server.url}/d/")
+    assert {path.name: path.read_bytes() for path in placed.iterdir()} == {"ready": b"", "x": b"x"}
 
 
 def test_files_of_unknown_size(server: HttpOrigin, tmp_path: Path) -> None:

@@ -245,6 +245,44 @@ def test_damage_at_the_origin(server: HttpOrigin, tmp_path: Path, way: str, case
             assert isinstance(reader.damaged[0], ChecksumError)
 
 
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_bytes_that_were_damaged_on_their_way_are_asked_for_again(
+    server: HttpOrigin, tmp_path: Path, way: str, case: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    format, options = CASES[case]
+    samples = [random.Random(k).randbytes(9000) for k in range(300)]
+    content = record_file(tmp_path, format, samples, **options)
+    url = server.put("a" + FORMATS[format], content)
+    # Both bytes are of payloads.
+    once = {len(content) // 2 + 4000: 1, len(content) // 3 + 4000: 1}
+    if way == "auto" and "gzip" not in options.values():
+        # Opening a file without an index brings it into the store.
+        server.wrong.update(once)
+    with ffserve.open(url, server=way) as reader:
+        if way == "off":
+            server.wrong.update(once)
+        assert plain(reader.read(range(300))) == samples
+    assert not any(server.wrong.values())
+    assert caplog.text.count("came wrong once from its origin") == (way == "off")
+    caplog.clear()
+
+
+@pytest.mark.parametrize("case", [0, 3])
+def test_damage_at_the_origin_is_asked_for_twice_and_no_more(
+    server: HttpOrigin, tmp_path: Path, case: int
+) -> None:
+    format, options = CASES[case]
+    samples = [random.Random(k).randbytes(9000) for k in range(300)]
+    content = bytearray(record_file(tmp_path, format, samples, **options))
+    content[len(content) // 2 + 4000] ^= 1  # in the payload of sample 150
+    url = server.put("a" + FORMATS[format], bytes(content))
+    with ffserve.open(url, server="off") as reader:
+        server.spans.clear()
+        assert isinstance(reader.read(range(150, 151), errors="return")[0], ChecksumError)
+        settled()
+        assert len(server.spans) == 2
+
+
 def test_a_file_that_was_cut_and_a_damaged_length(
     server: HttpOrigin, tmp_path: Path, way: str
 ) -> None:

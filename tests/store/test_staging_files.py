@@ -138,6 +138,19 @@ def test_names(server: HttpOrigin, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         plan_staging(["/data/x"])
 
 
+def test_local_files_by_url(tmp_path: Path) -> None:
+    (tmp_path / "from" / "below").mkdir(parents=True)
+    for name in ("a b%.bin", "below/c.bin"):
+        (tmp_path / "from" / name).write_bytes(noise(1, 5))
+    out = tmp_path / "out"
+    assert stage((tmp_path / "from" / "a b%.bin").as_uri(), "-o", str(out)) == 0
+    assert files_in(out) == {"a b%.bin": noise(1, 5)}
+    assert stage((tmp_path / "from").as_uri(), "-o", str(out)) == 0
+    assert files_in(out) == {"a b%.bin": noise(1, 5), "below/c.bin": noise(1, 5)}
+    with pytest.raises(UsageError, match="names the host"):
+        plan_staging(["file://other/x"])
+
+
 def test_a_foreign_file_and_a_full_disk(
     server: HttpOrigin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -153,12 +153,14 @@ def test_a_file_system_of_web_hdfs_takes_nothing_of_this_user() -> None:
 
 
 def test_variables_of_this_process_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AZURE_STORAGE_ACCOUNT_KEY", "GOOGLE_APPLICATION_CREDENTIALS", "HF_TOKEN"):
+    names = "AZURE_STORAGE_ACCOUNT_KEY", "GOOGLE_APPLICATION_CREDENTIALS", "HF_TOKEN", "NO_PROXY"
+    files = "NETRC", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"
+    for name in (*names, *files, "https_proxy", "AWS_ACCESS_KEY_ID"):
         monkeypatch.setenv(name, "own")
-    monkeypatch.setenv("HTTPS_PROXY", "http://proxy")
     forget_own_settings()
-    assert not any(name.startswith(("AZURE_", "GOOGLE_", "HF_")) for name in os.environ)
-    assert os.environ["HTTPS_PROXY"] == "http://proxy"
+    left = {name: text for name, text in os.environ.items() if text == "own"}
+    assert left == {}
+    assert [os.environ[name] for name in files] == [os.devnull] * 3
 
 
 @pytest.mark.parametrize(

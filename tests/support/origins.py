@@ -40,6 +40,8 @@ class HttpOrigin:
     cuts: int = 1 << 30
     short: int = 0
     """Bytes that are missing at the end of a range, without an error."""
+    wrong: dict[int, int] = field(default_factory=dict)
+    """How often the byte at an offset is sent wrong, each time in another way."""
     rate: float = 0.0
     """Bytes a second, of all answers together; 0: as fast as it can."""
     stalled: threading.Event = field(default_factory=threading.Event)
@@ -143,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, name: str, content: bytes, begin: int, end: int) -> None:
         origin, at = self.origin, begin
         while at < end:
-            piece = content[at : min(at + 65536, end)]
+            piece = self._damaged(content[at : min(at + 65536, end)], at)
             if origin.cut_after and origin.cuts > 0 and at - begin >= origin.cut_after:
                 origin.cuts -= 1
                 self.close_connection = True
@@ -164,6 +166,16 @@ class _Handler(BaseHTTPRequestHandler):
                     if at == end:
                         origin.spans.remove((name, begin, end))
                 return
+
+    def _damaged(self, piece: bytes, at: int) -> bytes:
+        with self.origin._lock:
+            for offset, times in self.origin.wrong.items():
+                if times and at <= offset < at + len(piece):
+                    self.origin.wrong[offset] -= 1
+                    changed = bytearray(piece)
+                    changed[offset - at] ^= times
+                    piece = bytes(changed)
+        return piece
 
     def _send_unsized(self, content: bytes, *, body: bool) -> None:
         self.send_response(200)

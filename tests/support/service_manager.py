@@ -36,6 +36,8 @@ class ManagedDaemon(Daemon):
         self.stored: dict[str, int] = {}
         self.states: list[str] = []
         """What the service said of itself."""
+        self.counts_starts = False
+        """Whether a daemon waits after failed starts, as under systemd."""
         self._lock = threading.Lock()
         self._notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._notify.bind(str(self.directory / "notify"))
@@ -65,11 +67,14 @@ class ManagedDaemon(Daemon):
         environment = {
             **os.environ,
             **(self.environment or {}),
+            **({"INVOCATION_ID": "0"} if self.counts_starts else {}),
             "NOTIFY_SOCKET": str(self.directory / "notify"),
             "LISTEN_FDS": str(len(fds)),
             "LISTEN_FDNAMES": ":".join(["ffserve", *names]),
         }
         # The shell's process becomes the daemon's.
+        if not self.counts_starts:
+            environment.pop("INVOCATION_ID", None)
         command = ["/bin/sh", "-c", 'LISTEN_PID=$$ exec "$@"', "sh", *self.command]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(

@@ -40,7 +40,7 @@ class Container:
         self.before: set[str] = set()
         """The groups before the installation."""
         self.last = ""
-        """The last command of the README."""
+        """The last command of the installation."""
         self._nspawn = nspawn
         self._leader = 0
 
@@ -63,7 +63,12 @@ class Container:
         passed = [f"{name}={os.environ[name]}" for name in os.environ if name.startswith(_PASSED)]
         return [
             *("nsenter", "--target", str(self._leader), "--all", "--wd"),
-            *("env", "--ignore-environment", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", "LANG=C.UTF-8"),
+            *(
+                "env",
+                "--ignore-environment",
+                "PATH=/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/bin",
+                "LANG=C.UTF-8",
+            ),
             *passed,
             *([] if not user else ["setpriv", f"--reuid={user}", f"--regid={user}"]),
             *([] if not user else ["--init-groups", "--inh-caps=-all"]),

@@ -97,6 +97,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
         hive.find_files([str(tmp_path / "*.x")])
     with pytest.raises(UsageError, match="'hdfs' is not supported"):
         hive.local_path("hdfs://host/x")
+    with pytest.raises(UsageError, match="'hdfs' is not supported"):
+        hive.local_path("hdfs:/x")
+    with pytest.raises(UsageError, match="names the host 'host'"):
+        hive.local_path("file://host/x")
+    assert hive.local_path("file:///a%20b") == "/a%20b", "Hadoop's paths are not escaped"
     (tmp_path / "k=1").mkdir()
     (tmp_path / "k=1" / "x").touch()
     (tmp_path / "y").touch()

@@ -91,8 +91,10 @@ def quiet(*inputs: str, workers: int = 1) -> list[dict[str, list[str]]]:
 
 
 def test_a_directory_is_listed_with_all_below_it_each_sorted_by_name(folder: Path) -> None:
-    names = ["a/1.txt", "a/2.txt", "a.txt", "b/10.txt", "b/9.txt", "b/x/deep.txt"]
-    with pytest.warns(UserWarning, match="hidden: .*\\.hidden.*_SUCCESS.*empty: .*empty.txt"):
+    names = [
+        "a/1.txt", "a/2.txt", "a/empty.txt", "a.txt", "b/10.txt", "b/9.txt", "b/x/deep.txt",
+    ]  # fmt: skip
+    with pytest.warns(UserWarning, match="hidden: .*\\.hidden.*_SUCCESS"):
         [got] = assign([str(folder)], 1)
     assert got == {"input": [f"{folder}/{name}" for name in names]}
     [same] = quiet(f"file://{folder}")
@@ -103,20 +105,29 @@ def test_a_directory_is_listed_with_all_below_it_each_sorted_by_name(folder: Pat
         f"{folder}/.hidden": "hidden",
         f"{folder}/_SUCCESS": "hidden",
         f"{folder}/_temporary": "hidden",
-        f"{folder}/a/empty.txt": "empty",
     }
+
+
+def test_empty_files_are_dealt_out_like_others_but_not_to_streams(folder: Path) -> None:
+    [got] = quiet(f"{folder}/a")
+    assert [os.path.basename(file) for file in got["input"]] == ["1.txt", "2.txt", "empty.txt"]
+    [streamed] = find_inputs([f"{folder}/a"], empty=False).values()
+    assert [file.name for file in streamed.files] == ["1.txt", "2.txt"]
+    assert streamed.left_out == [(f"{folder}/a/empty.txt", "empty")]
+    with pytest.raises(MissingFile, match=r"no file; left out: empty: .*empty\.txt"):
+        find_inputs([f"{folder}/a/empty.txt"], empty=False)
 
 
 def test_inputs_of_one_alias_are_joined_in_the_order_given(folder: Path) -> None:
     [got] = quiet(f"{folder}/b/9.txt,{folder}/a#x", f"{folder}/a.txt", f"{folder}/b/10.txt#x")
     assert list(got) == ["x", "input"]
     assert [name.removeprefix(f"{folder}/") for name in got["x"]] == [
-        "b/9.txt", "a/1.txt", "a/2.txt", "b/10.txt",
+        "b/9.txt", "a/1.txt", "a/2.txt", "a/empty.txt", "b/10.txt",
     ]  # fmt: skip
     assert ffserve.inputs.assign(f"{folder}/a.txt", 1) == [{"input": [f"{folder}/a.txt"]}]
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 6, 7])
+@pytest.mark.parametrize("workers", [1, 2, 3, 7, 8])
 def test_file_i_goes_to_worker_i_mod_n(folder: Path, workers: int) -> None:
     [whole] = quiet(f"{folder}/a,{folder}/b#d", f"{folder}/a.txt#e")
     shares = quiet(f"{folder}/a,{folder}/b#d", f"{folder}/a.txt#e", workers=workers)
@@ -138,13 +149,13 @@ def test_patterns(folder: Path, tmp_path: Path) -> None:
 
     assert names("b/*.txt") == ["10.txt", "9.txt"]
     assert names("?/[0-9].txt") == ["a/1.txt", "a/2.txt", "b/9.txt"]
-    assert names("{b,a}/*[^2].txt") == ["b/10.txt", "b/9.txt", "a/1.txt"]
+    assert names("{b,a}/*[^2].txt") == ["b/10.txt", "b/9.txt", "a/1.txt", "a/empty.txt"]
     assert names("{a/{2,1},b/9}.txt") == ["a/2.txt", "a/1.txt", "b/9.txt"]
     assert names("b*") == ["b/10.txt", "b/9.txt", "b/x/deep.txt"]
     assert names("_temp*/*/part") == ["_temporary/0/part"]
     [got] = quiet(f"{folder}/{{a,b}}/*.txt,{folder}/a.txt")
-    assert len(got["input"]) == 5
-    assert {reason for _, reason in find(f"{folder}/*").left_out} == {"hidden", "empty"}
+    assert len(got["input"]) == 6
+    assert {reason for _, reason in find(f"{folder}/*").left_out} == {"hidden"}
     odd = tmp_path / "a[1]{x"
     odd.write_bytes(b"exists")
     assert [file.uri for file in find(str(odd)).files] == [str(odd)]
@@ -170,7 +181,7 @@ def test_any_name_is_listed(tmp_path: Path) -> None:
     [
         ("{}/none", MissingFile, "no such file"),
         ("{}/none*", MissingFile, "no file matches"),
-        ("{}/a/empty.txt", MissingFile, "no file; left out: empty"),
+        ("{}/a/empty.txt", None, ""),
         ("{}/_temporary/*", None, ""),
         ("", UsageError, "no URI"),
         (",#x", UsageError, "no URI"),
@@ -249,6 +260,17 @@ def test_other_places_by_fsspec(folder: Path) -> None:
             find(f"{url}/{wrong}")
 
 
+def test_a_file_url_of_another_machine_is_an_error(folder: Path) -> None:
+    for function in (find, parse_place):
+        with pytest.raises(UsageError, match="names the host 'other', not this machine"):
+            function(f"file://other{folder}")
+    assert quiet(f"file:{folder}/a.txt") == [{"input": [f"file:{folder}/a.txt"]}]
+
+
+def parse_place(uri: str) -> None:
+    parse_output(f"out={uri}")
+
+
 def test_secrets_are_not_shown() -> None:
     assert shown("sftp://me:secret@host/x") == "sftp://me@host/x"
     assert shown("https://host/x?signature=secret") == "https://host/x?…"
@@ -300,7 +322,7 @@ def place(request: pytest.FixtureRequest) -> str:
 def test_a_second_run_keeps_and_removes_what_the_first_has_placed(
     folder: Path, tmp_path: Path, place: str
 ) -> None:
-    assert placed(tmp_path, f"{place}{folder}") == FILES
+    assert placed(tmp_path, f"{place}{folder}") == {**FILES, "a/empty.txt": b""}
     inode = (tmp_path / "in" / "b" / "9.txt").stat().st_ino
     assert place or inode == (folder / "b" / "9.txt").stat().st_ino
     assert placed(tmp_path, f"{place}{folder}/b*") == {

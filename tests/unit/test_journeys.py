@@ -19,12 +19,12 @@ DOCUMENT = PACKAGE.parent / "docs" / "ARCHITECTURE.md"
 LIMITS = {
     "hit": 5,
     "miss": 12,
-    "remote read": 13,
+    "remote read": 12,
     "prepared sample": 12,
     "prepared hit": 12,
     "torch batch": 6,
 }
-"""How many files may pass a request on. A remote read was to pass 12; the document says why not."""
+"""How many files may pass a request on."""
 COUNT = 2000
 BLOCK = 64 << 10
 ATTEMPTS = 5

@@ -24,6 +24,7 @@ from ffserve.protocol import FROM_CLIENT, FROM_SERVER, Decoder, Message, encode
 from ffserve.server.prepared import claims
 from ffserve.server.reading import pins, scheduler
 from ffserve.server.sessions import server
+from ffserve.store.schemes import schemes
 
 EVERY: tuple[type[Any], ...] = (*FROM_CLIENT, *FROM_SERVER)
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "PROTOCOL.md").read_text()
@@ -342,6 +343,16 @@ def test_the_document_states_the_limits() -> None:
 def test_the_document_states_the_errors() -> None:
     rows = {code: retry for code, retry, _ in table("code", "retry may help", "when")}
     assert rows == {c: "yes" if cls.retryable else "no" for c, cls in BY_CODE.items()}
+
+
+def test_the_document_states_the_access_of_each_protocol() -> None:
+    kinds = {str: "", int: ": int", bool: ": bool", dict: ": map", list: ": array"}
+    stated = {name: options.split(", ") for name, options in table("protocol", "options")}
+    assert stated == {
+        name: [option + kinds[kind] for option, kind in scheme.options.items()]
+        for name, scheme in schemes().items()
+        if scheme.options
+    }
 
 
 def test_the_document_states_the_layouts() -> None:

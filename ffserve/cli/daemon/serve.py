@@ -14,6 +14,7 @@ import click
 from ffserve.cli import exit_code
 from ffserve.config import CONFIG_PATH, REMOVED, ServerConfig, format_size, load_config
 from ffserve.errors import FFServeError
+from ffserve.server.life.starts import wait_turn
 
 log = logging.getLogger("ffserve")
 
@@ -39,6 +40,20 @@ def _setting_flags(command: Command) -> Command:
             help=f"{option['doc']}  [default: {option['shown_default']}]",
         )(command)
     return command
+
+
+def _check(config: ServerConfig, path: str, ignored: list[str]) -> None:
+    """Check settings. Root is told about the service, which runs as another user with other
+    limits."""
+    from ffserve.server.life.startup import Unit, check, closed_fault
+
+    unit = Unit.of(path) if os.geteuid() == 0 else None
+    if unit is not None and (fault := closed_fault(path, unit)) is not None:
+        raise fault
+    check(config, ignored, unit)
+    text = f"the settings are valid: arena {format_size(config.arena_size)}, "
+    text += f"roots {' '.join(config.roots)}"
+    click.echo(text if unit is None else f"{text}; {unit.judged(config)}")
 
 
 @click.command(context_settings={"max_content_width": 100})
@@ -80,20 +95,15 @@ def serve(config_path: str | None, check: bool, handover: bool, **settings: Any)
         given["store.directory"] = os.path.abspath(given["store.directory"])
     load = partial(load_config, config_path, given)
     ignored: list[str] = []
+    failed = 0 if check else wait_turn()
     config = load(ignored)
-
-    from ffserve.server.life import daemon
-    from ffserve.server.life.startup import check as check_start
-
     if check:
-        check_start(config, ignored)
-        click.echo(
-            f"the settings are valid: arena {format_size(config.arena_size)}, "
-            f"roots {' '.join(config.roots)}"
-        )
+        _check(config, config_path or CONFIG_PATH, ignored)
         return 0
+    from ffserve.server.life import daemon
+
     try:
-        return daemon.serve(config, load, ignored, handover=handover)
+        return daemon.serve(config, load, ignored, handover=handover, failed=failed)
     except FFServeError as error:
         if config.log_format != "json":
             raise

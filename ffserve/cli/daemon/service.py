@@ -32,6 +32,8 @@ _UNITS = Path("usr/local/lib/systemd/system")
 _SYSUSERS = Path("usr/local/lib/sysusers.d/ffserve.conf")
 _SETTINGS = Path("etc/ffserve")
 _ADMINISTRATORS = Path("etc/systemd/system")
+_COMMAND = Path("usr/local/bin/ffserve")
+"""A link to the program, so that `ffserve` is a command."""
 _MOUNT = "ffserve-mount@.service"
 _NAMES = ("ffserve.service", "ffserve.socket", "ffserve@.service", "ffserve@.socket", _MOUNT)
 _ALL = ("ffserve[.]socket", "ffserve@*.socket", "ffserve[.]service", "ffserve@*.service")
@@ -55,9 +57,10 @@ _root_option = click.option(
 def install_service(root: Path) -> int:
     """Install the daemon as a service of systemd.
 
-    It writes the units, creates the group of the clients, and starts the socket, at which the first
-    job starts the daemon. Settings that exist are kept. If the service is installed already, it is
-    replaced, and running daemons are restarted; views (ffserve-mount@NAME) go on as they are.
+    It writes the units and a link in /usr/local/bin, creates the group of the clients, and starts
+    the socket, at which the first job starts the daemon. Settings that exist are kept. If the
+    service is installed already, it is replaced, and running daemons are restarted; views
+    (ffserve-mount@NAME) go on as they are.
 
     \b
       ffserve install-service                            as root
@@ -76,6 +79,7 @@ def install_service(root: Path) -> int:
     kept = settings.exists()
     if not kept:
         _write(settings, (_SOURCES / "ffserve.toml").read_text())
+    _link(root / _COMMAND, program)
     for name in _NAMES:
         if (root / _ADMINISTRATORS / name).exists():
             click.echo(
@@ -122,6 +126,9 @@ def uninstall_service(root: Path, purge: bool) -> int:
             _run("systemctl", "reset-failed", *_ALL, _MOUNTS)
     for path in (*(root / _UNITS / name for name in _NAMES), root / _SYSUSERS):
         wrap_os_error(lambda p: Path(p).unlink(missing_ok=True), str(path))
+    link = root / _COMMAND
+    if link.is_symlink() and os.readlink(link) == _program_of(sys.prefix):
+        wrap_os_error(_remove, str(link))
     for path in _caches(root):
         wrap_os_error(_remove, str(path))
     kept = [path for path in _of_administrator(root) if not purge and not _unchanged(path)]
@@ -151,12 +158,31 @@ def _check_systemd(verb: str) -> None:
         )
 
 
+def _program_of(prefix: str) -> str:
+    return f"{prefix}/bin/ffserve"
+
+
+def _link(path: Path, program: str) -> None:
+    """Make the command, unless something else has its place."""
+    if str(path) == program or (path.is_symlink() and os.readlink(path) == program):
+        return
+    if os.path.lexists(path):
+        click.echo(f"note: {path} is left as it is; the command of the service is {program}")
+        return
+
+    def link(name: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.symlink(program, name)
+
+    wrap_os_error(link, str(path))
+
+
 def _program(live: bool, prefix: str = sys.prefix) -> str:
     """Return the command of this installation.
 
     Raises: UsageError: there is none, or, where it is to run, the service cannot run it.
     """
-    program = Path(prefix) / "bin" / "ffserve"
+    program = Path(_program_of(prefix))
     if not program.exists():
         raise UsageError(
             "the service needs this program, which does not exist",

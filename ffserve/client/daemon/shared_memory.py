@@ -374,7 +374,7 @@ class DaemonSource:
 class ReadRequest:
     """One request for samples: the missing ones, the GETs, the destination.
 
-    Args: found: of the directory. apart, out: as of `Source.start`.
+    Args: found: of the directory. apart, out: as of `SampleSource.start`.
 
     Raises: UsageError for an `out` that cannot be used.
     """

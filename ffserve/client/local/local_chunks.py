@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -68,8 +68,10 @@ os.register_at_fork(after_in_child=_drop_threads)
 Key: TypeAlias = tuple[int, int]
 """A shard and its chunk."""
 
-FileOf: TypeAlias = Callable[[int, int], tuple[int, int]]
-"""Gives the file for a read, by shard and offset: the engine's number and the descriptor."""
+Second: TypeAlias = Callable[[int, int], Iterable[memoryview]]
+"""See `ChunkRun.second`."""
+FileOf: TypeAlias = Callable[[int, int], tuple[int, Second]]
+"""Gives the file for a read, by shard and offset: the engine's number, and `ChunkRun.second`."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -12,13 +12,14 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.client.local.local_chunks import ChunkCache, ChunkReads, in_decoding_thread
+from ffserve.client.local.local_chunks import ChunkCache, ChunkReads, Second, in_decoding_thread
 from ffserve.client.local.local_engines import LocalEngines, process_engines
 from ffserve.client.local.local_files import SampleTables, ShardFiles, fitting_share
 from ffserve.client.local.windows import Part, Windows
@@ -37,6 +38,7 @@ from ffserve.errors import (
 )
 from ffserve.formats.base import UNKNOWN_LENGTH
 from ffserve.reads.records import BatchEngine, Failures, outcome_of, record_batch
+from ffserve.reads.second_read import second_reads
 from ffserve.reads.shard_tables import How, Tables, read_all
 
 log = logging.getLogger("ffserve")
@@ -48,42 +50,21 @@ MAX_CHUNK_SIZE = 1 << 30
 
 
 @dataclass(slots=True)
-class PartlyRead:
-    """What was in the page cache is in the target; the samples at the positions `left` are not."""
-
-    target: Target
-    left: Int64s
-
-
-@dataclass(slots=True)
 class LocalRequest:
-    """A request of which an engine reads a batch: the samples at `positions`. None: nothing is left
-    to read. windows, parts: what all of its samples come from."""
+    """A request for samples; those at the positions `left` are not in the target yet.
 
-    indices: Int64s
-    target: Target
-    positions: Int64s
-    batch: EngineBatch | None
-    engine: BatchEngine
-    windows: Windows | None = None
-    parts: list[Part] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class ChunkedRequest:
-    """A request with records in chunks. plain: its other records, at these positions.
-
-    The target is allocated when all lengths are known.
+    indices: set by `start`. batch: reads these; None: nothing is to be read. engine: None: it was
+    not started.
+    elsewhere: brings the samples, in the place of a batch, and may replace the target; it waits,
+    and returns the errors by position.
     """
 
     indices: Int64s
     target: Target
-    engine: BatchEngine
-    apart: bool
-    out: Bytes | None
-    chunks: ChunkReads
-    plain: LocalRequest | None
-    positions: Int64s
+    left: Int64s
+    batch: EngineBatch | None = None
+    engine: BatchEngine | None = None
+    elsewhere: Callable[[LocalRequest], dict[int, FFServeError]] | None = None
 
 
 class LocalSource:
@@ -230,7 +211,7 @@ class LocalSource:
 
     # ---- reading --------------------------------------------------------------------------
 
-    def cached_batch(self, indices: NDArray[Any], out: Bytes | None) -> Batch | PartlyRead | None:
+    def cached_batch(self, indices: NDArray[Any], out: Bytes | None) -> Batch | LocalRequest | None:
         """Copy a batch of which all is in the page cache."""
         if self._windows is not None:
             return None
@@ -238,14 +219,14 @@ class LocalSource:
             if len(read) == 2:
                 return Batch(*read)
             buffer, edges, left = read
-            return PartlyRead(Target(edges, apart=False, out=buffer), left)
+            return LocalRequest(indices, Target(edges, apart=False, out=buffer), left)
         found = self._read_cached(indices, apart=False, out=out)
         if found is None or len(found.left):
             return found
         assert found.target.buffer is not None
         return Batch(found.target.buffer, found.target.offsets)
 
-    def cached_arrays(self, indices: Indices) -> list[Bytes] | PartlyRead | None:
+    def cached_arrays(self, indices: Indices) -> list[Bytes] | LocalRequest | None:
         """Copy samples that are all in the page cache, each to an array."""
         if self._windows is not None:
             return None
@@ -256,13 +237,14 @@ class LocalSource:
             if read is None or isinstance(read, list):
                 return read
             arrays, edges, addresses, left = read
-            return PartlyRead(Target(edges, apart=True, arrays=(arrays, addresses)), left)
+            target = Target(edges, apart=True, arrays=(arrays, addresses))
+            return LocalRequest(left[:0], target, left)
         found = self._read_cached(as_int64(indices, self.count), apart=True, out=None)
         return found if found is None or len(found.left) else found.target.arrays
 
     def _read_cached(
         self, indices: NDArray[Any], *, apart: bool, out: Bytes | None
-    ) -> PartlyRead | None:
+    ) -> LocalRequest | None:
         """Read what is in the page cache; None for what `start` has to look at."""
         if not self._plain:
             return None
@@ -271,10 +253,10 @@ class LocalSource:
 
     def _to_target(
         self, indices: Int64s, edges: Int64s, apart: bool, out: Bytes | None
-    ) -> PartlyRead:
+    ) -> LocalRequest:
         target = Target(edges, apart=apart, out=out)
         to = target.places() if target.buffer is None else target.buffer
-        return PartlyRead(target, self._tables.read(indices, edges, to))
+        return LocalRequest(indices, target, self._tables.read(indices, edges, to))
 
     def _edges(self, indices: Int64s) -> Int64s:
         edges = self._tables.edges(indices)
@@ -292,8 +274,8 @@ class LocalSource:
         *,
         apart: bool,
         out: Bytes | None = None,
-        found: PartlyRead | None = None,
-    ) -> LocalRequest | ChunkedRequest:
+        found: LocalRequest | None = None,
+    ) -> LocalRequest:
         """Submit the reads."""
         indices = np.ascontiguousarray(indices)
         engine = self._attach()
@@ -301,28 +283,29 @@ class LocalSource:
             windows = self._windows
             if windows is not None and (parts := windows.take(indices)) is not None:
                 target = Target(self._edges(indices), apart=apart, out=out)
-                return LocalRequest(indices, target, indices[:0], None, engine, windows, parts)
+                copy = partial(self._copy_parts, windows, parts)
+                return LocalRequest(indices, target, indices[:0], None, engine, copy)
             if self._samples.chunked:
                 inside = self._samples.in_chunks[self.layout.shards(indices)]
                 if inside.any():
-                    return self._submit_chunks(engine, indices, inside, apart, out)
+                    nothing = Target(np.zeros(1, np.int64), apart=False)
+                    collect = self._submit_chunks(indices, inside, apart, out)
+                    return LocalRequest(indices, nothing, indices[:0], None, engine, collect)
             edges = self._edges(indices)
             # The caller's array may have been changed since it was looked up.
             if found is None or not np.array_equal(edges, found.target.offsets):
                 found = self._to_target(indices, edges, apart, out)
-            return self._submit(engine, self._numbers, indices, found)
+            found.indices = indices
+            return self._submit(engine, self._numbers, found)
         except BaseException:
             self._detach()
             raise
 
-    def _submit(
-        self, engine: BatchEngine, files: Int32s, indices: Int64s, found: PartlyRead
-    ) -> LocalRequest:
-        target, left = found.target, found.left
-        request = LocalRequest(indices, target, left, None, engine)
+    def _submit(self, engine: BatchEngine, files: Int32s, request: LocalRequest) -> LocalRequest:
+        request.engine, target, left = engine, request.target, request.left
         if not len(left):
             return request
-        chosen = indices[left]
+        chosen = request.indices[left]
         shards, starts, through = self._located(chosen)
         numbers = files[through.view(np.int8), shards]
         batch = request.batch = record_batch(
@@ -346,35 +329,33 @@ class LocalSource:
         return shards, starts, self._tables.through_cache(shards, starts)
 
     def _submit_chunks(
-        self,
-        engine: BatchEngine,
-        indices: Int64s,
-        inside: NDArray[np.bool_],
-        apart: bool,
-        out: Bytes | None,
-    ) -> ChunkedRequest:
+        self, indices: Int64s, inside: NDArray[np.bool_], apart: bool, out: Bytes | None
+    ) -> Callable[[LocalRequest], dict[int, FFServeError]]:
+        """Begin to read records of which some are in chunks; return what collects them."""
         plain, packed = np.flatnonzero(~inside), np.flatnonzero(inside)
         shards = self.layout.shards(indices[packed])
         records = indices[packed] - self.layout.firsts[shards]
         numbers = self._decoding_numbers
 
-        def file_of(shard: int, offset: int) -> tuple[int, int]:
+        def file_of(shard: int, offset: int) -> tuple[int, Second]:
             which, at = np.array([shard]), np.array([offset])
             number = numbers[self._tables.through_cache(which, at).view(np.int8), which]
-            return int(number[0]), self._files.fd(shard)
+            return int(number[0]), self._second_reads(shard)
 
         wanted = self._chunk_cache.wanted(shards, records, packed)
         chunks = ChunkReads(self._chunk_cache, self._decoding, file_of, wanted)
         others = None
         if len(plain):
             found = self._to_target(indices[plain], self._edges(indices[plain]), False, None)
-            others = self._submit(self._decoding, self._decoding_numbers, indices[plain], found)
-        nothing = Target(np.zeros(1, np.int64), apart=False)
-        return ChunkedRequest(indices, nothing, engine, apart, out, chunks, others, plain)
+            others = self._submit(self._decoding, self._decoding_numbers, found)
+        return partial(self._collect_chunks, chunks, others, plain, apart, out)
 
-    def finish(self, request: LocalRequest | ChunkedRequest) -> dict[int, FFServeError]:
+    def _second_reads(self, shard: int) -> Second:
+        return partial(second_reads, self._files.fd(shard))
+
+    def finish(self, request: LocalRequest) -> dict[int, FFServeError]:
         """Wait for the reads."""
-        if isinstance(request, LocalRequest) and request.engine is self._engine:
+        if request.engine is self._engine:
             try:
                 _wait(request)
             except BaseException:
@@ -382,32 +363,33 @@ class LocalSource:
                 raise
         return self.collect(request)
 
-    def collect(self, request: LocalRequest | ChunkedRequest) -> dict[int, FFServeError]:
-        """Finish a request; the batch of a LocalRequest has ended."""
+    def collect(self, request: LocalRequest) -> dict[int, FFServeError]:
+        """Finish a request whose batch has ended."""
         try:
             self._check_engine(request)
-            if isinstance(request, ChunkedRequest):
-                return self._collect_chunked(request)
-            if request.windows is not None:  # another order may be followed by now
-                self._add(len(request.indices), int(request.target.offsets[-1]))
-                return request.windows.copy(request.parts, request.target)
-            return self._collect(request)
+            return (request.elsewhere or self._collect)(request)
         finally:
             self._detach()
 
-    def _check_engine(self, request: LocalRequest | ChunkedRequest) -> None:
+    def _copy_parts(
+        self, windows: Windows, parts: list[Part], request: LocalRequest
+    ) -> dict[int, FFServeError]:
+        self._add(len(request.indices), int(request.target.offsets[-1]))
+        return windows.copy(parts, request.target)
+
+    def _check_engine(self, request: LocalRequest) -> None:
         if request.engine is not self._engine:
             raise ServerUnavailable("the process forked while this read was in flight")
 
     def _collect(self, request: LocalRequest) -> dict[int, FFServeError]:
-        sizes = np.diff(request.target.offsets)[request.positions]
+        sizes = np.diff(request.target.offsets)[request.left]
         self._add(len(sizes), int(sizes.sum()))
         return self._errors(request)
 
     def _errors(self, request: LocalRequest) -> dict[int, FFServeError]:
         """Return the errors of a request whose batch has ended, by position."""
         failures: Failures = {}
-        batch, positions = request.batch, request.positions
+        batch, positions, engine = request.batch, request.left, request.engine
         while batch is not None:
             again = None
             if batch.failed:
@@ -421,8 +403,9 @@ class LocalSource:
                         failures[record.key] = record.failure
                 if found.again is not None:
                     again, positions = found.again, positions[found.rows]
-                    request.engine.submit(again)
-                    request.engine.wait(again)
+                    assert engine is not None
+                    engine.submit(again)
+                    engine.wait(again)
             batch.free()
             batch = again
         for position in self._samples.cut(request.indices).tolist():
@@ -435,8 +418,17 @@ class LocalSource:
         error = failure.named(self.shards[self._samples.shard_of(index)].path, index, *extent)
         return self._explained(error, index, (*extent, int(self._samples.checksums[index])))
 
-    def _collect_chunked(self, request: ChunkedRequest) -> dict[int, FFServeError]:
-        chunks, plain, positions = request.chunks, request.plain, request.positions
+    def _collect_chunks(
+        self,
+        chunks: ChunkReads,
+        plain: LocalRequest | None,
+        positions: Int64s,
+        apart: bool,
+        out: Bytes | None,
+        request: LocalRequest,
+    ) -> dict[int, FFServeError]:
+        """Decode chunks, and allocate the target when all lengths are known. Args: plain: the other
+        records, at these positions."""
         chunks.finish()
         indices = request.indices.tolist()
         errors = {
@@ -453,7 +445,7 @@ class LocalSource:
             size = int(edges[-1])
             chunks.add(positions, plain.target.buffer, edges[:-1], np.diff(edges))
         offsets = chunks.edges(len(indices))
-        request.target = Target(offsets, apart=request.apart, out=request.out)
+        request.target = Target(offsets, apart=apart, out=out)
         chunks.copy_to(request.target)
         self._add(len(indices) - len(positions), int(offsets[-1]) - size)
         return errors
@@ -536,8 +528,8 @@ class LocalSource:
     def _begin_window(self, indices: Int64s) -> LocalRequest:
         assert self._engine is not None
         order = np.argsort(indices)  # that of the files
-        found = PartlyRead(Target(self._edges(indices), apart=False), order)
-        return self._submit(self._engine, self._numbers, indices, found)
+        request = LocalRequest(indices, Target(self._edges(indices), apart=False), order)
+        return self._submit(self._engine, self._numbers, request)
 
     def _finish_window(self, request: LocalRequest) -> dict[int, FFServeError]:
         self._check_engine(request)
@@ -591,4 +583,5 @@ class LocalSource:
 
 def _wait(request: LocalRequest) -> None:
     if request.batch is not None:
+        assert request.engine is not None
         request.engine.wait(request.batch)

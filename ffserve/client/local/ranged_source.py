@@ -8,26 +8,28 @@ daemon has.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 
 from ffserve import formats
-from ffserve.client.local.local_chunks import ChunkCache
+from ffserve.client.local.local_chunks import ChunkCache, Second
 from ffserve.client.local.local_engines import process_engines
 from ffserve.client.local.local_source import (
     MAX_CHUNK_SIZE,
+    LocalRequest,
     LocalSource,
-    PartlyRead,
 )
 from ffserve.client.source import Target
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.errors import FFServeError
 from ffserve.reads import chunks
-from ffserve.reads.fetched import FetchingEngine
+from ffserve.reads.fetched import FetchedFile, FetchingEngine
 from ffserve.reads.records import BatchEngine
 from ffserve.reads.shard_tables import How, Tables
 from ffserve.store.fetching import NOW, Threads, identity_of
@@ -36,6 +38,7 @@ from ffserve.store.origin import ObjectVersion
 from ffserve.store.ranges import RangedObject
 from ffserve.store.urls import is_url
 
+log = logging.getLogger("ffserve")
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -96,7 +99,7 @@ class RangedSource(LocalSource):
 
     def _new_engine(self) -> FetchingEngine:
         fetches = {
-            self._files.fd(shard): opened.ask_all
+            self._files.fd(shard): FetchedFile(opened.ask_all, partial(self._warn, shard))
             for shard, opened in enumerate(self._objects)
             if opened is not None
         }
@@ -121,8 +124,24 @@ class RangedSource(LocalSource):
 
     def _to_target(
         self, indices: Int64s, edges: Int64s, apart: bool, out: Bytes | None
-    ) -> PartlyRead:
-        return PartlyRead(Target(edges, apart=apart, out=out), np.arange(len(indices)))
+    ) -> LocalRequest:
+        target = Target(edges, apart=apart, out=out)
+        return LocalRequest(indices, target, np.arange(len(indices)))
+
+    def _second_reads(self, shard: int) -> Second:
+        opened = self._objects[shard]
+        return super()._second_reads(shard) if opened is None else opened.ask_again
+
+    def _warn(self, shard: int) -> None:
+        if self._objects[shard] is None:
+            super()._warn(shard)
+        elif shard not in self._warned:
+            self._warned.add(shard)
+            log.warning(
+                "%s came wrong once from its origin, and right the second time: check the network "
+                "and the memory",
+                self.shards[shard].path,
+            )
 
     def _explained(
         self, error: FFServeError, index: int, record: tuple[int, int, int]

@@ -29,17 +29,12 @@ from ffserve.client.source import Target
 from ffserve.dtypes import Int64s
 from ffserve.engine.codec import scatter
 from ffserve.errors import FFServeError
-from ffserve.reads.windows import window_ends
+from ffserve.reads.windows import LEAST_SIZE, fewest, window_ends
 
 LOOK_SIZE, LOOK_COUNT = 128 << 20, 1 << 18
 """The search for a window ends after this many bytes or samples; a larger window is not found."""
 AHEAD_SIZE = 32 << 20
 """A source reads windows of this many bytes ahead of the one in use, and at least one window."""
-LEAST_SIZE = 4 << 20
-"""Windows of fewer bytes are joined until they have this many."""
-LARGEST_MEAN = 32 << 10
-"""An order of samples with a larger mean has no windows: a disk reads such samples one by one
-at full speed."""
 
 
 class WindowRead(Protocol):
@@ -85,9 +80,9 @@ class Windows:
         finish: Callable[[Any], dict[int, FFServeError]],
     ) -> None:
         mean_size = max(mean_size, 1)
-        self._order = order if mean_size <= LARGEST_MEAN else order[:0]
+        self._least = fewest(mean_size, LEAST_SIZE)
+        self._order = order if self._least else order[:0]
         self._look = min(LOOK_SIZE // mean_size, LOOK_COUNT)
-        self._least = max(LEAST_SIZE // mean_size, 1)
         self._ahead = AHEAD_SIZE // mean_size
         self._advise, self._submit, self._finish = advise, submit, finish
         self._lock = threading.Lock()

@@ -196,6 +196,20 @@ class ShardCloser:
                 return True
         return len(held.idle) < idle
 
+    async def drop_tables(self, uid: int, size: int) -> bool:
+        """Drop shards that no session has open, until a user pays this much less for tables; return
+        False if none can be dropped."""
+        held = self._held
+        idle = [s for s in held.idle.values() if s.charge is not None and s.charge.uid == uid]
+        await self.close_idle(idle, len(idle))
+        freed = 0
+        for shard in list(held.closed.values()):
+            charge = shard.charge
+            if charge is not None and charge.uid == uid and freed < size:
+                before = charge.size
+                freed += before if await self._drop(shard) else 0
+        return freed > 0
+
     async def _drop(self, shard: OpenShard) -> bool:
         """Evict the samples of a closed shard, and forget it if it is still closed; return False
         when one of them is in use."""
@@ -241,6 +255,8 @@ class ShardCloser:
             tables.shards.remove(*(shard.base for shard in shards))
             for shard in shards:
                 del self._held.closed[shard.key]
+                if shard.charge is not None:
+                    shard.charge.give()
                 self._forgotten(shard.base)
                 tables.inventory.remove_shard(shard.base)
         for shard in shards:

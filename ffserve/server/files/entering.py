@@ -101,6 +101,8 @@ class ShardEntries:
             return None
         with self._tables.lock:
             directory.release(shard.base, shard.count, shard.domain.number)
+        if closed.charge is not None:
+            closed.charge.give()
         shard.domain.shards -= 1  # it was counted twice
         shard.base, shard.chunked = closed.base, closed.chunked or shard.chunked
         return closed

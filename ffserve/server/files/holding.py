@@ -41,6 +41,7 @@ from ffserve.limits import (
     SHARDS_PART,
 )
 from ffserve.protocol import MOST_FILES
+from ffserve.server.files.charges import TableAccounts
 from ffserve.server.files.remote import RemoteFiles, RemoteShard
 from ffserve.server.files.shards import Alias, OpenShard, ShardKey
 from ffserve.server.users.access import Rules
@@ -75,7 +76,8 @@ class CatalogTables:
     """The tables in which a shard is entered.
 
     inventory: for a successor of this daemon. lock: guards the numbers of the directory, the
-    domains and `DescriptorBudget.cached_count`, which threads use, too.
+    domains and `DescriptorBudget.cached_count`, which threads use, too. accounts: who pays for
+    them.
     """
 
     directory: Directory
@@ -83,6 +85,7 @@ class CatalogTables:
     cache: Cache
     inventory: Inventory
     domains: Domains
+    accounts: TableAccounts
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -204,6 +207,8 @@ class HeldShards:
         for shard in shards:
             if shard.sessions == 0:
                 self.idle.pop(shard.key, None)
+                if shard.charge is not None and shard.charge.uid != owner[0]:
+                    shard.charge.move(owner[0])
             holding = shard.holders.get(owner, 0)
             fresh += not holding and shard.preparation is None
             shard.holders[owner] = holding + 1
@@ -240,6 +245,9 @@ class HeldShards:
     def _forget_owner(self, shard: OpenShard, owner: Owner) -> None:
         if shard.preparation is not None:
             return
+        uids = {uid for uid, _ in shard.holders}
+        if shard.charge is not None and uids and shard.charge.uid not in uids:
+            shard.charge.move(min(uids))
         self.count_of[owner] -= 1
         if not self.count_of[owner]:
             del self.count_of[owner]

@@ -16,12 +16,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from weakref import WeakValueDictionary
 
 from ffserve.disk.files import os_error
 from ffserve.engine.many_files import close_fds
-from ffserve.errors import FFServeError, ReadError
-from ffserve.limits import ASKED_AT_ONCE
+from ffserve.errors import FFServeError, ReadError, UsageError
+from ffserve.limits import ASKED_AT_ONCE, MOST_SCANS
 from ffserve.server.files.admission import Admission
+from ffserve.server.files.charges import TablesFull
 from ffserve.server.files.closing import ShardCloser
 from ffserve.server.files.entering import ShardEntries
 from ffserve.server.files.holding import HOLD_COUNT, HeldShards, OpenSettings
@@ -48,6 +50,9 @@ from ffserve.server.users.threads import in_thread
 
 REMOTE_COUNT = 64
 """This many remote files of an OPEN are identified together."""
+DROPPED_SHARE = 16
+"""If a user has no room for tables, 1 part in DROPPED_SHARE of the room of all users is freed, if
+as much of it is not in use."""
 LOOK_S = 0.25
 """A session that waits for files which others open looks so often whether these wait for something
 else by now."""
@@ -81,6 +86,8 @@ class ShardOpener:
         self._parser = ShardParser(held.tables, held.budget, settings)
         self._opening: dict[ShardKey, OpeningGroup] = {}
         """Files that are being opened, with those that are opened together."""
+        self._scans: WeakValueDictionary[int, asyncio.Semaphore] = WeakValueDictionary()
+        """By user: tolerant openings, which may search whole files."""
 
     async def open(self, request: Request, peer: Peer, passing: Passing) -> list[OpenShard]:
         """Open the shards of one data set for one session; `HeldShards.release` gives them back.
@@ -89,6 +96,8 @@ class ShardOpener:
             shard that cannot be served; then none is held.
         """
         pending = PendingOpen(request, peer)
+        if not request.wanted():
+            raise UsageError("the session has ended")
         try:
             left: list[int] = []
             for first in range(0, len(request.paths), HOLD_COUNT):
@@ -211,7 +220,13 @@ class ShardOpener:
                     pass
             left = most = len(files.keys)
             while left:
-                most = await self._open_missing(pending, files, most)
+                try:
+                    most = await self._open_missing(pending, files, most)
+                except TablesFull as error:
+                    # Tables that nobody uses give way, and not to a few files each time.
+                    size = max(error.missing, self._tables.accounts.most // DROPPED_SHARE)
+                    if not await self._closer.drop_tables(pending.peer.uid, size):
+                        raise
                 left = self._hold_opened(pending, files, range(len(files.keys)))
         except asyncio.CancelledError:
             raise  # The daemon ends, and a thread may still read the files.
@@ -279,9 +294,22 @@ class ShardOpener:
         self, pending: PendingOpen, files: Identified, mine: dict[ShardKey, int]
     ) -> None:
         """Open the shards of some keys, by their rows, in a thread, and hold them."""
+        if not pending.request.tolerant:
+            await self._open_now(pending, files, mine)
+            return
+        uid = pending.peer.uid
+        scans = self._scans.setdefault(uid, asyncio.Semaphore(MOST_SCANS))
+        async with scans:
+            fresh = {k: row for k, row in mine.items() if k not in self._held.open}
+            if fresh and not fresh.keys() & self._opening.keys():
+                await self._open_now(pending, files, fresh)
+
+    async def _open_now(
+        self, pending: PendingOpen, files: Identified, mine: dict[ShardKey, int]
+    ) -> None:
         opened = self._held.open
         ended = asyncio.get_running_loop().create_future()
-        group = OpeningGroup(time.monotonic(), len(mine) == 1, ended)
+        group = OpeningGroup(time.monotonic(), len(mine) == 1, ended, pending.peer)
         self._opening.update(dict.fromkeys(mine, group))
         domains: list[Domain] = []
         rows = list(mine.values())
@@ -310,6 +338,9 @@ class ShardOpener:
     async def _discard(self, shards: list[OpenShard]) -> None:
         """Close shards whose files another session has opened in the meantime."""
         fds = [fd for shard in shards for fd in self._held.take_fds(shard)]
+        for shard in shards:
+            if shard.charge is not None:
+                shard.charge.give()
         with self._tables.lock:
             for shard in shards:
                 self._tables.directory.release(shard.base, shard.count, shard.domain.number)

@@ -17,17 +17,20 @@ import contextlib
 import os
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 
-from ffserve.disk.files import os_error
+from ffserve.disk.files import allocated_size, os_error
 from ffserve.dtypes import Int32s, Int64s
 from ffserve.engine.io import open_direct_all
 from ffserve.engine.many_files import States, clear_flags, close_fds, stat_fds
 from ffserve.errors import FFServeError, ReadError
+from ffserve.limits import TABLE_SAMPLE_SIZE
 from ffserve.reads.page_cache import open_cached
 from ffserve.reads.shard_tables import How, OpenFiles, Tables, enter, read_single, read_together
+from ffserve.server.files.charges import TableCharge, charge_all
 from ffserve.server.files.holding import CatalogTables, DescriptorBudget, OpenSettings
 from ffserve.server.files.remote import RemoteFiles, RemoteShard, WantedFile, blocks_of
 from ffserve.server.files.shards import FileIdentity, OpenShard, PassedFile, Request, ShardKey
@@ -46,7 +49,7 @@ sessions may wait for one of them."""
 
 @dataclass(slots=True, eq=False)
 class OpeningGroup:
-    """Files that one thread opens together.
+    """Files that one thread opens together for a peer.
 
     begun: monotonic time. alone: whether it is a single file. ended: it has a result when the
     thread has ended, whether the files were opened or not.
@@ -55,6 +58,7 @@ class OpeningGroup:
     begun: float
     alone: bool
     ended: asyncio.Future[None]
+    peer: Peer
     current: ShardKey | None = None
     """The file that the thread reads alone. That takes minutes if the file must be scanned."""
 
@@ -153,6 +157,7 @@ class ShardParser:
     ) -> None:
         self._directory = tables.directory
         self._lock = tables.lock
+        self._accounts = tables.accounts
         self._budget = budget
         self._settings = settings
 
@@ -194,12 +199,30 @@ class ShardParser:
         Args: domains: the domain of each.
         Raises: FFServeError: of the first that cannot be opened; then none is. OSError with EMFILE.
         """
+        charges: list[TableCharge] = []
+        try:
+            return self._parsed(request, files, rows, domains, opening, charges)
+        except BaseException:
+            for charge in charges:
+                charge.give()
+            raise
+
+    def _parsed(
+        self,
+        request: Request,
+        files: Identified,
+        rows: list[int],
+        domains: list[Domain],
+        opening: OpeningGroup,
+        charges: list[TableCharge],
+    ) -> list[OpenShard]:
+        """Do the same. Args: charges: gets the charge for the tables of each."""
         if isinstance(files, IdentifiedObjects):
-            return [self._open_object(request, files, rows[0], domains[0])]
+            return [self._open_object(request, files, rows[0], domains[0], charges)]
         paths, keys = [files.paths[k] for k in rows], [files.keys[k] for k in rows]
         fds = np.array([files.passed[k].fd for k in rows], np.int32)
         _check_unchanged(fds, keys, paths)
-        tables = self._read(request, files, rows, opening)
+        tables = self._read(request, files, rows, opening, charges)
         passed, fds = [files.passed[k] for k in rows[: len(tables)]], fds[: len(tables)]
         keys, paths, domains = keys[: len(tables)], paths[: len(tables)], domains[: len(tables)]
         counts = [each.count for each in tables]
@@ -213,13 +236,20 @@ class ShardParser:
         cached = self._open_cached(opened, alignments, bases, tables, keys)
         close_passed(passed)
         fds_of = zip(opened.tolist(), cached.tolist(), strict=True)
-        columns = zip(tables, keys, paths, bases, domains, fds_of, alignments.tolist(), strict=True)
+        columns = zip(
+            tables, keys, paths, bases, domains, fds_of, alignments.tolist(), charges, strict=True
+        )
         return [self._shard(request, *each) for each in columns]
 
     def _read(
-        self, request: Request, files: IdentifiedFiles, rows: list[int], opening: OpeningGroup
+        self,
+        request: Request,
+        files: IdentifiedFiles,
+        rows: list[int],
+        opening: OpeningGroup,
+        charges: list[TableCharge],
     ) -> list[Tables]:
-        """Return the tables of the first files, at least one."""
+        """Return the tables of the first files, at least one. Args: charges: as of `_parsed`."""
         how = How(
             request.format,
             request.verify,
@@ -229,25 +259,70 @@ class ShardParser:
         )
         found = read_together(files.opened, rows, how)
         tables: list[Tables] = []
+        peer = opening.peer
+        charged = charge_all(
+            self._accounts,
+            peer.uid,
+            [_table_size(each) for each in found.values()],
+            [files.paths[k] for k in found],
+            trusted=peer.is_administrator,
+        )
+        charge_of = dict(zip(found, charged, strict=True))
         begun = time.monotonic()
-        for k in rows:
-            single = k not in found
-            if single and time.monotonic() - begun > SINGLY_S:
-                break
-            opening.current = files.keys[k] if single else None
-            tables.append(read_single(files.opened, k, how) if single else found[k])
-        opening.current = None
+        try:
+            for k in rows:
+                if k in found:
+                    charges.append(charge_of.pop(k))
+                    tables.append(found[k])
+                    continue
+                if tables and time.monotonic() - begun > SINGLY_S:
+                    break
+                opening.current = files.keys[k]
+                charge = TableCharge(
+                    self._accounts,
+                    peer.uid,
+                    files.paths[k],
+                    trusted=peer.is_administrator,
+                    allocated=partial(allocated_size, files.opened.fds[k]),
+                    wanted=request.wanted,
+                )
+                charges.append(charge)
+                tables.append(read_single(files.opened, k, how, charge.admit, charge.reading))
+                charge.settle()
+        finally:
+            opening.current = None
+            for charge in charge_of.values():  # of files that are not opened this time
+                charge.give()
         return tables
 
     # ---- remote files ---------------------------------------------------------------------------
 
     def _open_object(
-        self, request: Request, files: IdentifiedObjects, row: int, domain: Domain
+        self,
+        request: Request,
+        files: IdentifiedObjects,
+        row: int,
+        domain: Domain,
+        charges: list[TableCharge],
     ) -> OpenShard:
         path, key, opened = files.paths[row], files.keys[row], files.objects[row]
         assert opened is not None
-        shard = files.remote.parse(opened, request.format, request.verify, request.tolerant)
+        stored, peer = opened.stored, files.peer
+        charge = TableCharge(
+            self._accounts,
+            peer.uid,
+            path,
+            trusted=peer.is_administrator,
+            # A sparse file of the store: what has been fetched, and what was read of its index.
+            allocated=lambda: stored.state.held_size + charge.read_size,
+            wanted=request.wanted,
+            sparse=False,
+        )
+        charges.append(charge)
+        how = request.format, request.verify, request.tolerant
+        shard = files.remote.parse(opened, *how, charge.admit, charge.reading)
         tables = Tables.of(shard, self._settings.max_chunk_size)
+        charge.settle()
         (base,) = self._reserve([shard.count], [domain])
         fd = -1
         try:
@@ -273,7 +348,9 @@ class ShardParser:
                 self._budget.cached_count += 1
         taken = RemoteShard(opened.stored, {files.peer.owner: files.take(row)}, *blocks)
         fds_of, alignment = (int(direct), cached), int(alignments[0])
-        return self._shard(request, tables, key, path, base, domain, fds_of, alignment, taken)
+        return self._shard(
+            request, tables, key, path, base, domain, fds_of, alignment, charge, taken
+        )
 
     # ---- their shards ---------------------------------------------------------------------------
 
@@ -287,6 +364,7 @@ class ShardParser:
         domain: Domain,
         fds: tuple[int, int],
         alignment: int,
+        charge: TableCharge,
         remote: RemoteShard | None = None,
     ) -> OpenShard:
         """Return a shard. Args: fds: `fd` and `cached_fd` of it."""
@@ -308,6 +386,7 @@ class ShardParser:
             device=key.identity.device,
             scanned=tables.scanned,
             remote=remote,
+            charge=charge,
         )
 
     # ---- their numbers --------------------------------------------------------------------------
@@ -372,6 +451,12 @@ def _check_indexes(rules: Rules, passed: list[PassedFile], paths: list[str], pee
         if not are_allowed([k]):
             close_fds([index for index in (passed[k].index,) if index is not None])
             passed[k].index = None
+
+
+def _table_size(tables: Tables) -> int:
+    """Return the bytes of the tables of a small file."""
+    chunks = 0 if tables.chunked is None else len(tables.chunked.chunks)
+    return TABLE_SAMPLE_SIZE * (tables.count + chunks)
 
 
 def identities_of(states: States) -> list[FileIdentity]:

@@ -32,7 +32,7 @@ import numpy as np
 from ffserve.config import ServerConfig, format_size
 from ffserve.dtypes import Floats, Int32s, Int64s
 from ffserve.errors import FFServeError, FormatError, MissingFile, ReadError, UsageError
-from ffserve.formats.base import ChunkedShard, Shard
+from ffserve.formats.base import Admit, ChunkedShard, Shard
 from ffserve.limits import ASKED_AT_ONCE, MOST_ORIGINS, MOST_TAG, MOST_URL
 from ffserve.protocol import EVERY
 from ffserve.server.users.peers import OWN, Owner, Peer
@@ -226,9 +226,18 @@ class RemoteFiles:
 
         _for_all(ask, wanted)
 
-    def parse(self, opened: OpenObject, format: str | None, verify: bool, tolerant: bool) -> Shard:
+    def parse(
+        self,
+        opened: OpenObject,
+        format: str | None,
+        verify: bool,
+        tolerant: bool,
+        admit: Admit,
+        reading: Callable[[int], object],
+    ) -> Shard:
         """Read the tables of an object, which fetches the blocks that these lie in.
 
+        Args: admit, reading: as of `shardfile.open_shard`.
         Raises: FormatError, ChecksumError, TruncatedError, AccessDenied, ReadError.
         """
         read = partial(
@@ -240,6 +249,8 @@ class RemoteFiles:
             verify=verify,
             tolerant=tolerant,
             kept=(self.fetcher.store, opened.stored),
+            admit=admit,
+            reading=reading,
         )
         try:
             return read()

@@ -14,6 +14,7 @@ from ffserve.cache.inventory import CHUNKED, PREPARED, TOLERANT, VERIFIED, Shard
 from ffserve.cache.tables import SMALL_RECORD_SIZE
 from ffserve.disk.shardfile import Contradiction, FileState
 from ffserve.formats.base import ChunkedShard
+from ffserve.server.files.charges import TableCharge
 from ffserve.server.files.preparations import Preparation, Preparations
 from ffserve.server.files.remote import RemoteShard
 from ffserve.server.users.domains import Domain
@@ -116,6 +117,8 @@ class OpenShard:
     """A bit for each sample, once a damaged one was found."""
     remote: RemoteShard | None = None
     """Its file is an object of the store."""
+    charge: TableCharge | None = None
+    """Who pays for its tables; None: nobody, since it is a predecessor's, or prepared."""
     adopted: bool = False
     """Whether it is a predecessor's, and no client has passed a descriptor of it yet."""
 
@@ -158,6 +161,8 @@ class Request:
     tolerant: bool
     remote: dict[int, ObjectVersion] = field(default_factory=dict)
     access: Access | None = None
+    wanted: Callable[[], bool] = lambda: True
+    """Whether the session still waits for them. Threads call it."""
     aliases: list[Alias] = field(default_factory=list)
     """By position; `name` makes them."""
 

@@ -30,6 +30,7 @@ from ffserve.disk.files import os_error
 from ffserve.engine.io import ring_refusal
 from ffserve.errors import FFServeError, ReadError, UsageError
 from ffserve.server.files.remote import try_store
+from ffserve.server.life import starts
 from ffserve.server.life.fd_store import forget, keep, memory_of, passed
 from ffserve.server.life.handover import DRAIN_S, LISTENER, LOCK, give, take_from
 from ffserve.server.life.log import start_logging
@@ -52,6 +53,10 @@ IDLE_CHECK_S = 1.0
 _BACKLOG = 1024
 SETTLE_INTERVAL_S = 1.0
 """How often a daemon that took memory over looks for leases of its predecessor."""
+EXIT_REMOVED = 75
+"""Exit code if the socket of systemd has no path any more; the unit then restarts both."""
+MOST_REMOVED = 2
+"""After this many failed starts the daemon serves without the path: the unit restarts no socket."""
 EXIT_FAULT = 1
 """Exit code after an internal error; systemd starts the daemon again."""
 
@@ -62,6 +67,7 @@ def serve(
     ignored: Sequence[str] = (),
     *,
     handover: bool = False,
+    failed: int = 0,
 ) -> int:
     """Run the daemon until SIGTERM or SIGINT, or until another one takes it over; return its exit
     code.
@@ -70,7 +76,7 @@ def serve(
     was closed, and ends it; nohup makes the process ignore it.
 
     Args: load: reads the settings again. ignored: as of `check`. handover: take the running daemon
-        over.
+        over. failed: how many starts before this one have failed.
     Raises:
         UsageError: another daemon serves this socket, or its path is not a socket; with handover:
             none serves it, or it does not hand over.
@@ -84,6 +90,10 @@ def serve(
     lock: int | None = None
     if sockets:
         listener = sockets[0]
+        if is_removed(listener):
+            _say_removed(listener)
+            if failed < MOST_REMOVED:
+                return EXIT_REMOVED
     elif handover:
         listener, lock, kept = take_from(config.socket)
         _write_pid(lock)
@@ -166,7 +176,13 @@ async def _run(
     notify(f"READY=1\nSTATUS={_status(server)}")
     tasks = [
         loop.create_task(each)
-        for each in (_watchdog(), _report(server), _settle(state), _stop_when_idle(server, stop))
+        for each in (
+            _watchdog(),
+            _report(server, listener),
+            _settle(state),
+            _stop_when_idle(server, stop),
+            _succeed(),
+        )
     ]
     await stop.wait()
     for task in tasks:
@@ -180,6 +196,8 @@ async def _end(
     """Answer what is under way and end; return whether another daemon took over."""
     state = server.state
     notify(f"STOPPING=1\nSTATUS=stopping, clients: {server.connection_count}")
+    if not state.reading.engines.broken:
+        starts.forget()
     if server.heir is None:
         log.info("stopping: %d clients", server.connection_count)
     else:
@@ -351,11 +369,23 @@ def _status(server: Server) -> str:
     )
 
 
-async def _report(server: Server) -> None:
-    last = ""
+async def _succeed() -> None:
+    """Forget earlier starts, which failed, when this one has succeeded."""
+    await asyncio.sleep(starts.SERVED_S)
+    starts.forget()
+
+
+async def _report(server: Server, listener: socket.socket) -> None:
+    last, removed = "", False
     while True:
         await asyncio.sleep(STATUS_INTERVAL_S)
-        if (line := _status(server)) != last:
+        line = _status(server)
+        if is_removed(listener):
+            line = f"{listener.getsockname()} was removed: restart the service; {line}"
+            if not removed:
+                _say_removed(listener)
+                removed = True
+        if line != last:
             notify(f"STATUS={line}")
             last = line
 
@@ -390,6 +420,24 @@ def _listen(config: ServerConfig) -> tuple[socket.socket, int]:
     except BaseException:
         _remove_lock(path, lock)
         raise
+
+
+def is_removed(listener: socket.socket) -> bool:
+    """Whether a socket that listens has no path any more, as far as a service can see that: some
+    see nothing of /home, /tmp and /run/user."""
+    path = listener.getsockname()
+    if not isinstance(path, str) or not path.startswith("/run/") or path.startswith("/run/user/"):
+        return False
+    try:
+        return not stat.S_ISSOCK(os.stat(path).st_mode)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+
+
+def _say_removed(listener: socket.socket) -> None:
+    log.error("%s was removed, so no job finds the daemon", listener.getsockname())
 
 
 def _http_listener(config: ServerConfig, passed: Sequence[socket.socket]) -> socket.socket | None:

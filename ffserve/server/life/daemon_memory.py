@@ -17,7 +17,7 @@ from ffserve.config import ServerConfig
 from ffserve.dtypes import Int64s
 from ffserve.engine.shm import retract
 from ffserve.errors import ReadError
-from ffserve.limits import LEAST_ORDERS_SIZE, ORDERS_SHARE
+from ffserve.limits import LEAST_ORDERS_SIZE, LEAST_TABLES_SIZE, ORDERS_SHARE, TABLES_SHARE
 from ffserve.server.life.restart import PAGE_NAME, KeptMemory, terms_of
 from ffserve.server.users.peers import namespace_marks
 from ffserve.system.machine_memory import usable_memory
@@ -96,8 +96,17 @@ def _kept(config: ServerConfig, kept: KeptMemory) -> tuple[Arena, SharedMemory, 
 
 def orders_limit(arena_size: int) -> int:
     """Return how many bytes announced orders may take beside an arena of this size."""
+    return _limit_beside(arena_size, LEAST_ORDERS_SIZE, ORDERS_SHARE)
+
+
+def tables_limit(arena_size: int) -> int:
+    """Return how many bytes tables of files may take beside an arena of this size."""
+    return _limit_beside(arena_size, LEAST_TABLES_SIZE, TABLES_SHARE)
+
+
+def _limit_beside(arena_size: int, least: int, share: int) -> int:
     left = max(usable_memory() - arena_size, 0)
-    return min(max(LEAST_ORDERS_SIZE, arena_size // ORDERS_SHARE), left // 2)
+    return min(max(least, arena_size // share), left // 2)
 
 
 def _new(config: ServerConfig) -> tuple[Arena, SharedMemory]:

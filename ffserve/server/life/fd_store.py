@@ -18,7 +18,7 @@ from ffserve.server.life.daemon_memory import DaemonMemory
 from ffserve.server.life.restart import FILE_NAMES, PAGE_NAME, file_names
 from ffserve.server.users.domains import Domain, Domains
 from ffserve.system.memfd import MemoryFile
-from ffserve.system.systemd import notify
+from ffserve.system.systemd import notify, passed_names
 
 _FIRST_PASSED_FD = 3
 
@@ -28,12 +28,10 @@ def passed() -> tuple[list[socket.socket], dict[str, int]]:
     by name. Others are closed. A second call returns nothing."""
     sockets: list[socket.socket] = []
     kept: dict[str, int] = {}
-    count, pid = os.environ.pop("LISTEN_FDS", ""), os.environ.pop("LISTEN_PID", "")
-    names = os.environ.pop("LISTEN_FDNAMES", "").split(":")
-    if pid != str(os.getpid()) or not count.isdecimal():
-        return sockets, kept
-    for k in range(int(count)):
-        fd, name = _FIRST_PASSED_FD + k, names[k] if k < len(names) else ""
+    names = passed_names() or ()
+    for variable in ("LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES"):
+        os.environ.pop(variable, None)
+    for fd, name in enumerate(names, _FIRST_PASSED_FD):
         with contextlib.suppress(OSError):
             os.set_inheritable(fd, False)
             if stat.S_ISSOCK(os.fstat(fd).st_mode):

@@ -69,12 +69,17 @@ class Claims:
     A CLAIM that waits does so for one claim at a time. So what ends a claim costs little, however
     many wait and however much they want.
 
-    Args: user_of: returns the user of a holder.
+    Args: user_of: returns the user of a holder. most_user_claimed: see MOST_USER_CLAIMED.
     """
 
     def __init__(
-        self, directory: Directory, user_of: Callable[[Any], object] = lambda holder: holder
+        self,
+        directory: Directory,
+        user_of: Callable[[Any], object] = lambda holder: holder,
+        *,
+        most_user_claimed: int = MOST_USER_CLAIMED,
     ) -> None:
+        self._most_user_claimed = most_user_claimed
         self._directory = directory
         self._user_of = user_of
         self._claims: dict[int, _HeldClaim] = {}
@@ -94,7 +99,7 @@ class Claims:
         states = np.full(len(numbers), READABLE, np.uint8)
         absent = np.flatnonzero(directory.entries["seq"][numbers] & 1 == 0)
         held, user = self._held.setdefault(holder, set()), self._user_of(holder)
-        room = len(held) + min(MOST_HELD - len(held), MOST_USER_CLAIMED - self._amounts[user])
+        room = len(held) + min(MOST_HELD - len(held), self._most_user_claimed - self._amounts[user])
         before = len(held)
         taken = directory.slot_of[numbers[absent]] != 0
         for k, number, loading in zip(
@@ -123,7 +128,7 @@ class Claims:
     def wait(self, waiting: WaitingClaim, now: float) -> None:
         """As `claim`; answer when none of the samples is claimed by another holder any more."""
         holder, user = waiting.holder, self._user_of(waiting.holder)
-        if self._amounts[user] + waiting.amount > MOST_USER_CLAIMED:
+        if self._amounts[user] + waiting.amount > self._most_user_claimed:
             states = self.claim(holder, waiting.numbers, now)
             states[states == ELSEWHERE] = UNSHARED
             waiting.answer(states)

@@ -14,7 +14,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -23,16 +24,20 @@ from ffserve.cache.tables import Directory, ShardTable
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.engine.io import EngineBatch
 from ffserve.engine.shm import publish_run
-from ffserve.errors import STATUS_FORMAT, Failure
+from ffserve.errors import STATUS_FORMAT, Failure, FormatError
 from ffserve.reads.chunks import (
     ChunkBatch,
     ChunkRun,
     DecodedChunk,
     ReusableBuffers,
     batches,
+    read_again,
     thread_pool,
 )
+from ffserve.reads.chunks import Outcome as ChunkOutcome
 from ffserve.reads.records import Failures
+from ffserve.reads.second_read import second_reads
+from ffserve.server.reading.damage import Outcome
 from ffserve.server.reading.devices import Device, Devices
 from ffserve.server.reading.statistics import Histogram
 from ffserve.system.memfd import SharedMemory
@@ -51,6 +56,18 @@ class _Block(ChunkRun):
     offset: int
 
 
+@dataclass(slots=True)
+class _Decoded:
+    """What became of a batch. right: samples that were right at the second read only. damaged:
+    chunks to be read a second time (block, number of the chunk, its offset); lost: the failures of
+    their samples."""
+
+    right: list[int] = field(default_factory=list)
+    failures: Failures = field(default_factory=dict)
+    damaged: list[tuple[_Block, int, int]] = field(default_factory=list)
+    lost: Failures = field(default_factory=dict)
+
+
 class ChunkLoader:
     """See the module's text.
 
@@ -58,6 +75,8 @@ class ChunkLoader:
         devices: that chunks are read from. submit: submits a batch to a device.
         ended: called in the loop's thread when one of the `batches` of a load has ended.
         mending: gives `ChunkRun.mend` for an extent (device, file, begin, end).
+        read_again: has a function called that reads damaged samples of a load a second time, and
+            may wait for an origin. The third argument has their failures if it is not called.
     """
 
     def __init__(
@@ -69,6 +88,7 @@ class ChunkLoader:
         submit: Callable[[Device, EngineBatch], None],
         ended: Callable[[Load], None],
         mending: Callable[[Device, int, int, int], Callable[[], bool] | None],
+        read_again: Callable[[Load, Callable[[], Outcome], Failures], None],
     ) -> None:
         self._memory = memory
         self._directory = directory
@@ -77,6 +97,7 @@ class ChunkLoader:
         self._submit = submit
         self._ended = ended
         self._mending = mending
+        self._read_again = read_again
         self._waiting: deque[tuple[Load, Device, list[_Block], int]] = deque()
         """Batches to be read: load, device, blocks, size in bytes."""
         self._reading: dict[EngineBatch, tuple[Load, ChunkBatch[_Block]]] = {}
@@ -126,7 +147,8 @@ class ChunkLoader:
         ):
             device = self._devices.all[int(table.engines[row])]
             yield device, _Block(
-                shards[row], low, high, begin, end, number, device.fd(number),
+                shards[row], low, high, begin, end, number,
+                partial(second_reads, device.fd(number)),
                 self._mending(device, number, begin, end), first=first, offset=offset,
             )  # fmt: skip
 
@@ -164,33 +186,56 @@ class ChunkLoader:
 
     # ---- in a thread of the pool ----------------------------------------------------------
 
-    def _decode(self, chunks: ChunkBatch[_Block]) -> tuple[list[int], Failures]:
-        """Return samples that were right at the second read only, and failures."""
-        right: list[int] = []
-        failures: Failures = {}
-        entries = self._directory.entries_memory.address
+    def _decode(self, chunks: ChunkBatch[_Block]) -> _Decoded:
+        found = _Decoded()
         for block, chunk, offset, outcome, again in chunks.decode(self._slot):
-            firsts = block.shard.chunks.firsts
-            first = block.first + int(firsts[chunk] - firsts[block.low])
-            if isinstance(outcome, DecodedChunk):
-                publish_run(entries, first, block.offset + offset, outcome.starts, outcome.lengths)
-                right += [first] * again
-                continue
-            if isinstance(outcome, int):
-                failure = Failure(outcome)
+            first, failures = self._enter(block, chunk, offset, outcome)
+            found.right += [first] * again
+            if block.mend is not None and isinstance(outcome, FormatError):
+                found.damaged.append((block, chunk, offset))
+                found.lost.update(failures)
             else:
-                failure = Failure(STATUS_FORMAT, error=outcome)
-            count = int(firsts[chunk + 1] - firsts[chunk])
-            failures.update(dict.fromkeys(range(first, first + count), failure))
-        return right, failures
+                found.failures.update(failures)
+        return found
+
+    def _enter(
+        self, block: _Block, chunk: int, offset: int, outcome: ChunkOutcome
+    ) -> tuple[int, Failures]:
+        """Publish the records of a chunk; return the first sample, and the failures of all."""
+        firsts = block.shard.chunks.firsts
+        first = block.first + int(firsts[chunk] - firsts[block.low])
+        if isinstance(outcome, DecodedChunk):
+            entries = self._directory.entries_memory.address
+            publish_run(entries, first, block.offset + offset, outcome.starts, outcome.lengths)
+            return first, {}
+        if isinstance(outcome, int):
+            failure = Failure(outcome)
+        else:
+            failure = Failure(STATUS_FORMAT, error=outcome)
+        count = int(firsts[chunk + 1] - firsts[chunk])
+        return first, dict.fromkeys(range(first, first + count), failure)
+
+    def _mend(self, found: _Decoded) -> Outcome:
+        """Read damaged chunks of remote files a second time. In a thread of the user."""
+        right: list[int] = []
+        mended = False
+        for block, chunk, offset in found.damaged:
+            # Other chunks may lie in the blocks that the first one has mended.
+            mended = (block.mend is not None and block.mend()) or mended
+            outcome = read_again(block, chunk, self._slot, offset)
+            if outcome is not None:
+                first, _ = self._enter(block, chunk, offset, outcome)
+                firsts = block.shard.chunks.firsts
+                for number in range(first, first + int(firsts[chunk + 1] - firsts[chunk])):
+                    del found.lost[number]
+                right += [first] * (not mended)
+        return right, found.lost
 
     def _slot(self, block: _Block, offset: int, size: int) -> Bytes:
         start = block.offset + offset
         return self._memory.array[start : start + size]
 
-    def _report(
-        self, load: Load, size: int, begun: float, done: Future[tuple[list[int], Failures]]
-    ) -> None:
+    def _report(self, load: Load, size: int, begun: float, done: Future[_Decoded]) -> None:
         if done.cancelled():  # the daemon ends
             return
         assert self._loop is not None
@@ -199,17 +244,17 @@ class ChunkLoader:
 
     # ---- in the loop's thread -------------------------------------------------------------
 
-    def _decoded(
-        self, load: Load, size: int, begun: float, done: Future[tuple[list[int], Failures]]
-    ) -> None:
+    def _decoded(self, load: Load, size: int, begun: float, done: Future[_Decoded]) -> None:
         decode_s = time.monotonic() - begun
         self.decoding.note(decode_s)
         load.decode_s += decode_s
         self._raw_size -= size
         self.in_flight -= 1
-        right, failures = done.result()
-        load.right += right
-        load.failures.update(failures)
+        found = done.result()
+        load.right += found.right
+        load.failures.update(found.failures)
+        if found.damaged:
+            self._read_again(load, partial(self._mend, found), found.lost)
         self._ended(load)
         self._pump()
 

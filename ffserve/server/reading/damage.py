@@ -1,8 +1,8 @@
 """Damage: samples whose checksum was wrong are read a second time, in a thread of their user.
 
-A sample that is right then is published where it belongs. Records in chunks are read again by the
-thread that decodes them (`chunk_loader.py`). Storage or an origin that hangs holds up the samples
-of one user only.
+A sample that is right then is published where it belongs. Storage or an origin that hangs holds up
+the samples of one user only. Chunks of local files are read again by the thread that decodes them
+(`chunk_loader.py`).
 """
 
 from __future__ import annotations
@@ -70,10 +70,17 @@ class SecondReader:
     def submit(self, load: Load, samples: list[WrongSample], who: Hashable) -> None:
         """Read samples of a load again, after others of the same user. Their files stay open until
         `ended` is called."""
+        failures = {each.record.key: each.record.failure for each in samples}
+        self.call(load, partial(self._read, samples), failures, who)
+
+    def call(
+        self, load: Load, read: Callable[[], Outcome], failures: Failures, who: Hashable
+    ) -> None:
+        """Make a call that reads samples of a load again, after others of the same user. Args:
+        failures: of these samples, if it cannot be made."""
         load.batches += 1
         self.in_flight += 1
-        if not self._threads.call(who, partial(self._read, samples), partial(self._end, load)):
-            failures = {each.record.key: each.record.failure for each in samples}
+        if not self._threads.call(who, read, partial(self._end, load)):
             self._end(load, ([], failures))
 
     def _read(self, samples: list[WrongSample]) -> Outcome:

@@ -25,16 +25,17 @@ from ffserve.dtypes import Int32s, Int64s
 from ffserve.engine.io import MERGED_GAP, MERGED_SIZE, DirectReply, Engine, EngineBatch
 from ffserve.engine.shm import NOWHERE
 from ffserve.errors import STATUS_CHECKSUM, ChecksumError, ReadError
-from ffserve.reads.records import outcome_of
+from ffserve.reads.records import Failures, outcome_of
 from ffserve.reads.second_read import WrongRecord
 from ffserve.server.files.remote import RemoteShard
 from ffserve.server.prepared.copying import Copier
 from ffserve.server.reading.chunk_loader import ChunkLoader
-from ffserve.server.reading.damage import SecondReader, WrongSample
+from ffserve.server.reading.damage import Outcome, SecondReader, WrongSample
 from ffserve.server.reading.devices import Device, Devices
 from ffserve.server.reading.fetches import BlockGate, Fetches, WaitingLoad
 from ffserve.server.reading.requests import SampleRequest
 from ffserve.server.reading.statistics import Histogram
+from ffserve.server.users.peers import Owner
 from ffserve.store.fetching import Fetcher
 from ffserve.system.memfd import SharedMemory
 
@@ -118,8 +119,9 @@ class Engines:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._devices = Devices(self._start_engine, self._watch)
         self._chunks = ChunkLoader(
-            memory, directory, table, self._devices, self._submit, self._ended_apart, self._mending
-        )
+            memory, directory, table, self._devices, self._submit, self._ended_apart, self._mending,
+            self._read_chunks_again,
+        )  # fmt: skip
         self.copier = Copier(memory, directory, self._ended_apart)
         """Copies prepared samples."""
         self.fetches = (
@@ -463,9 +465,13 @@ class Engines:
         if found.wrong:
             samples = [self._wrong_sample(device, record) for record in found.wrong]
             remote = any(sample.mend is not None for sample in samples)
-            asking = load.fetches[0] if load.fetches else None
-            who = asking.owner.who if isinstance(asking, SampleRequest) else None
-            (self._second_of_remote if remote else self._second).submit(load, samples, who)
+            reader = self._second_of_remote if remote else self._second
+            reader.submit(load, samples, _who_asks(load))
+
+    def _read_chunks_again(
+        self, load: Load, read: Callable[[], Outcome], failures: Failures
+    ) -> None:
+        self._second_of_remote.call(load, read, failures, _who_asks(load))
 
     def _wrong_sample(self, device: Device, record: WrongRecord) -> WrongSample:
         file, place = record.file, record.dest - self._memory.address
@@ -535,3 +541,9 @@ class Engines:
             device.engine.close()
         for part in (self._chunks, self.copier, self._second, self._second_of_remote):
             part.close()
+
+
+def _who_asks(load: Load) -> Owner | None:
+    """Return the user whose request a load is for; None: it is read ahead."""
+    asking = load.fetches[0] if load.fetches else None
+    return asking.owner.who if isinstance(asking, SampleRequest) else None

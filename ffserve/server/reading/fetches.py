@@ -550,15 +550,18 @@ class Fetches:
     # ---- damage ---------------------------------------------------------------------------
 
     def mend(self, remote: RemoteShard, begin: int, end: int) -> bool:
-        """Fetch the pinned blocks of an extent again if their bytes differ from those that were
-        written; return whether any did. It waits, so the loop's thread must not call it."""
+        """Fetch the pinned blocks of an extent again if they are damaged; return whether any was.
+
+        It waits, so the loop's thread must not call it.
+        """
         with contextlib.suppress(FFServeError, OSError):
             blocks = _covering(remote.stored, np.array([begin]), np.array([end]))
             opened = remote.object_for(None)
-            if self._fetcher.repair(opened, blocks):
-                missing = remote.stored.missing(blocks)
-                wait(self._fetcher.ask(opened, missing, NOW, None).values(), MEND_S)
-                return True
+            if not self._fetcher.repair(opened, blocks):
+                return self._fetcher.compare(opened, blocks, MEND_S)
+            missing = remote.stored.missing(blocks)
+            wait(self._fetcher.ask(opened, missing, NOW, None).values(), MEND_S)
+            return True
         return False
 
     # ---- announced orders -----------------------------------------------------------------

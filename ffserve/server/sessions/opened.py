@@ -123,7 +123,11 @@ class SessionDatasets:
         self._context.join_job(now)
         self.begin_opening()
         found = remote.versions, remote.access
-        self._opener(message.tag, Request(paths, identities, name, verify, tolerant, *found))
+        request = Request(paths, identities, name, verify, tolerant, *found, self._is_wanted)
+        self._opener(message.tag, request)
+
+    def _is_wanted(self) -> bool:
+        return self._context.phase == READY
 
     def _serves(self, url: str) -> bool:
         remote = self._context.state.files.remote

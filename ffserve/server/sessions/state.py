@@ -22,11 +22,12 @@ from ffserve.config import ServerConfig
 from ffserve.dtypes import Int64s
 from ffserve.errors import AccessDenied, ReadError
 from ffserve.server.files.catalog import Catalog
+from ffserve.server.files.charges import TableAccounts
 from ffserve.server.files.explaining import Explainer
 from ffserve.server.files.holding import CatalogTables, OpenSettings
 from ffserve.server.files.remote import RemoteFiles
 from ffserve.server.files.scrub import Scrubber
-from ffserve.server.life.daemon_memory import DaemonMemory
+from ffserve.server.life.daemon_memory import DaemonMemory, tables_limit
 from ffserve.server.life.resize import Pages, Resizing
 from ffserve.server.life.restart import KeptMemory
 from ffserve.server.prepared.claims import Claims
@@ -124,7 +125,12 @@ class ServerState:
         )
         catalog = Catalog(
             CatalogTables(
-                memory.directory, memory.table, memory.cache, memory.inventory, self.domains
+                memory.directory,
+                memory.table,
+                memory.cache,
+                memory.inventory,
+                self.domains,
+                TableAccounts(tables_limit(memory.arena.size)),
             ),
             engines,
             OpenSettings(_rules(config), config.max_chunk_size_bytes, config.close_after_s),

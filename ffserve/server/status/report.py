@@ -9,6 +9,7 @@ from typing import Any
 
 from ffserve._version import __version__
 from ffserve.cache.jobs import JobProgress
+from ffserve.engine.io import best_refusal
 from ffserve.limits import MOST_REPORT_ROWS
 from ffserve.server.files.remote import store_facts
 from ffserve.server.files.shards import OpenShard
@@ -62,7 +63,14 @@ def status(state: ServerState, now: float, peer: Peer) -> Generator[None, None, 
         "uptime_s": round(now - state.began, 3),
         "socket": state.config.socket,
         "roots": list(state.config.roots),
-        "engine": {"kind": state.reading.engines.kind, **engine},
+        "engine": {
+            "kind": state.reading.engines.kind,
+            # Another kind that was chosen on purpose was not tried.
+            "refused": best_refusal(state.reading.engines.kind)
+            if state.config.engine == "auto"
+            else None,
+            **engine,
+        },
         "arena": arena_facts(state),
         "clients": client_facts(state),
         "samples": sample_facts(state),

@@ -158,6 +158,7 @@ class AzureObjects:
             address,
             credential=_credential(options),
             retry_total=0,
+            permit_redirects=False,
             connection_timeout=timeout[0],
             read_timeout=timeout[1],
             transport=transports.RequestsTransport(use_env_settings=False),

@@ -18,7 +18,7 @@ import enum
 import errno
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
@@ -28,6 +28,9 @@ BROKEN = {errno.EPIPE, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT, e
           errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED}  # fmt: skip
 """Errors of the system that mean a lost connection."""
 
+_KEPT_HEADERS = {
+    "accept", "accept-encoding", "connection", "if-match", "if-none-match", "range", "user-agent",
+}  # fmt: skip
 Options: TypeAlias = dict[str, Any]
 
 
@@ -104,6 +107,8 @@ class Scheme:
     """Beginnings of the variables of the environment that the packages take settings from."""
     forgotten: ClassVar[tuple[str, ...]] = ()
     """Variables that a daemon that reads for others deletes, since the packages would use them."""
+    own_files: ClassVar[tuple[str, ...]] = ()
+    """Variables that name files of settings; in such a daemon they name an empty file."""
     options: ClassVar[Mapping[str, type[Any]]] = {}
     """Options that travel to the daemon, and their types."""
     needed: ClassVar[Mapping[str, tuple[str, ...]]] = {}
@@ -271,6 +276,43 @@ def new_file_system(url: str, **options: Any) -> tuple[Any, str]:
     core = importlib.import_module("fsspec.core")
     system, path = core.url_to_fs(url, skip_instance_cache=True, **options)
     return system, str(path)
+
+
+def kept_at_redirect(names: Iterable[str]) -> set[str]:
+    """Return which headers of a request go to another host that the first one names. All others may
+    be credentials, whatever they are called."""
+    return {name for name in names if name.lower() in _KEPT_HEADERS}
+
+
+def restrict_session(session: Any) -> None:
+    """Let a session of requests take no settings of this process, and pass few headers on to
+    another host."""
+
+    def rebuild(prepared: Any, response: Any) -> None:
+        if session.should_strip_auth(response.request.url, prepared.url):
+            for name in set(prepared.headers) - kept_at_redirect(prepared.headers):
+                del prepared.headers[name]
+
+    session.trust_env = False
+    session.rebuild_auth = rebuild
+
+
+def traced_redirects() -> Any:
+    """Return a TraceConfig of aiohttp that passes few headers on to another host."""
+
+    async def redirected(_session: Any, _context: Any, hop: Any) -> None:
+        found = hop.response.headers.get("Location", "")
+        try:
+            same = hop.url.join(type(hop.url)(found)).origin() == hop.url.origin()
+        except ValueError:
+            same = False
+        if not same:
+            for name in set(hop.headers) - kept_at_redirect(hop.headers):
+                hop.headers.popall(name, None)
+
+    traced = importlib.import_module("aiohttp").TraceConfig()
+    traced.on_request_redirect.append(redirected)
+    return traced
 
 
 def open_file(system: Any, path: str, **options: Any) -> OpenVersion:

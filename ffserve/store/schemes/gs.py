@@ -20,6 +20,7 @@ from ffserve.store.schemes.base import (
     Scheme,
     cannot_pass,
     refuse_others,
+    restrict_session,
 )
 
 _ENDPOINT = "https://storage.googleapis.com"
@@ -123,7 +124,7 @@ class GoogleObjects:
         credentials = _credentials(options)
         # A session of our own takes neither client certificates nor ~/.netrc of this user.
         session = requests.AuthorizedSession(credentials)
-        session.trust_env = False
+        restrict_session(session)
         self._client = storage.Client(
             project="none",
             credentials=credentials,

@@ -12,6 +12,7 @@ from ffserve.store.schemes.base import (
     new_file_system,
     open_file,
     refuse_others,
+    traced_redirects,
 )
 
 
@@ -39,7 +40,8 @@ class Http(Scheme):
         return f"{origin} with headers {access}" if options.get("headers") else origin
 
     def connect(self, url: str, options: Options) -> tuple[Any, str]:
-        client = {"timeout": self._timeout(), "trust_env": False}
+        client: Options = {"timeout": self._timeout(), "trust_env": False}
+        client["trace_configs"] = [traced_redirects()]
         if options.get("headers"):
             client["headers"] = options["headers"]
         return new_file_system(url, client_kwargs=client)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import inspect
 import os
 import re
 from typing import Any, ClassVar
@@ -18,6 +20,7 @@ from ffserve.store.schemes.base import (
     new_file_system,
     opened,
     refuse_others,
+    traced_redirects,
     without_none,
 )
 
@@ -34,6 +37,8 @@ class S3(Scheme):
     package = module = "s3fs"
     loggers = "aiobotocore", "boto3", "botocore", "s3fs"
     settings = ("AWS_",)
+    forgotten = ("AWS_",)
+    own_files = "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"
     options: ClassVar = {
         "key": str, "secret": str, "token": str, "endpoint_url": str, "region": str,
         "addressing_style": str, "requester_pays": bool,
@@ -98,6 +103,8 @@ class S3(Scheme):
 
     def connect(self, url: str, options: Options) -> tuple[Any, str]:
         config: dict[str, Any] = {**self._config(), "ignore_configured_endpoint_urls": True}
+        if (session := _session_class()) is not None:
+            config["http_session_cls"] = session
         if style := options.get("addressing_style"):
             config["s3"] = {"addressing_style": style}
         made: dict[str, Any] = {"config_kwargs": config, "anon": "key" not in options}
@@ -132,6 +139,27 @@ class S3(Scheme):
         conditional = bool(getattr(file, "req_kw", {}).get("IfMatch"))
         facts = getattr(file, "details", None) or None
         return opened(file, conditional=conditional, facts=facts)
+
+
+@functools.cache
+def _session_class() -> Any:
+    """Return the sessions of aiobotocore, which follow redirects, with few headers to others; None:
+    this release of it takes no other ones."""
+    config = importlib.import_module("aiobotocore.config").AioConfig
+    usual = importlib.import_module("aiobotocore.httpsession").AIOHTTPSession
+    if "http_session_cls" not in inspect.signature(config).parameters:
+        return None
+
+    class Session(usual):  # type: ignore[misc, valid-type]
+        async def _get_session(self, *given: Any) -> Any:
+            session = await super()._get_session(*given)
+            if not session.trace_configs:
+                traced = traced_redirects()
+                traced.freeze()
+                session.trace_configs.append(traced)
+            return session
+
+    return Session
 
 
 SCHEME = S3()

@@ -11,6 +11,7 @@ from ffserve.store.schemes.base import (
     Scheme,
     new_file_system,
     refuse_others,
+    restrict_session,
     without_none,
 )
 
@@ -59,7 +60,7 @@ class WebHdfs(Scheme):
         if named.username is not None:
             usual.pop("user", None)
         system, path = new_file_system(url, **usual)
-        system.session.trust_env = False  # neither ~/.netrc nor a proxy of the daemon's
+        restrict_session(system.session)
         for begin in ("http://", "https://"):
             system.session.mount(begin, Impatient())
         return system, path

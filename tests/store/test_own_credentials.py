@@ -1,0 +1,165 @@
+"""The credentials of the daemon's user: no origin ever sees them, whatever scheme reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fsspec")
+
+SECRET = "geheim"
+ASKS = """
+import contextlib, json, sys
+import ffserve.store.credentials as credentials
+from ffserve.store.origin import ObjectVersion, RemoteFile, identify
+credentials.forget_own_settings()
+access = credentials.Access(sys.argv[1])
+for call in (
+    lambda: identify(sys.argv[2], access),
+    lambda: RemoteFile(ObjectVersion(sys.argv[2], 9, "1", 0), access).read(0, 9),
+):
+    with contextlib.suppress(Exception):
+        call()
+"""
+"""As a daemon that reads for others asks an origin, of which it has heard nothing good."""
+
+
+@dataclass
+class Recorder:
+    """An origin that records the headers of every request. leads_to: where it sends those who
+    ask."""
+
+    url: str = ""
+    leads_to: str = ""
+    seen: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return json.dumps(self.seen)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    recorder: Recorder
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.recorder.seen.append({**dict(self.headers), "": self.requestline})
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.send_response(307 if self.recorder.leads_to else 404)
+        if self.recorder.leads_to:
+            self.send_header("Location", f"{self.recorder.leads_to}/elsewhere")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_POST = do_CONNECT = do_GET
+
+
+@contextmanager
+def recorder(leads_to: str = "") -> Iterator[Recorder]:
+    found = Recorder(leads_to=leads_to)
+    handler = type("Handler", (_Handler,), {"recorder": found})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    found.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield found
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+SCHEMES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "http": ("aiohttp", "{url}/a.ffr", {}),
+    "hf": ("huggingface_hub", "hf://datasets/some/data/a.ffr", {"endpoint_url": "{url}"}),
+    "s3": ("s3fs", "s3://bucket/a.ffr", {"endpoint_url": "{url}"}),
+    "gs": ("google.cloud.storage", "gs://bucket/a.ffr", {"endpoint_url": "{url}"}),
+    "abfs": ("azure.storage.blob", "abfs://box/a.ffr", {"endpoint_url": "{url}/account"}),
+    "webhdfs": ("requests", "webhdfs://{host}/a.ffr", {}),
+}
+"""By scheme: the module that it needs, a URL, and options without credentials."""
+
+
+def ask(name: str, url: str, home: Path, proxy: str, **more: Any) -> None:
+    """Ask an origin as a daemon does whose user has credentials of all kinds."""
+    module, address, options = SCHEMES[name]
+    found = subprocess.run(
+        [sys.executable, "-c", f"import {module}"], stderr=subprocess.DEVNULL, check=False
+    )
+    if found.returncode:
+        pytest.skip(f"needs {module}")
+    host = url.partition("://")[2]
+    given = {key: text.format(url=url) for key, text in options.items()}
+    home.mkdir()
+    (home / ".netrc").write_text(f"default login own password {SECRET}\n")
+    (home / ".netrc").chmod(0o600)
+    for folder, file, text in (
+        (".aws", "credentials", f"[default]\naws_access_key_id={SECRET}\n"
+         f"aws_secret_access_key={SECRET}\n"),
+        (".cache/huggingface", "token", SECRET),
+        (".config/gcloud", "application_default_credentials.json", json.dumps(
+            {"type": "authorized_user", "client_id": SECRET, "client_secret": SECRET,
+             "refresh_token": SECRET})),
+    ):  # fmt: skip
+        (home / folder).mkdir(parents=True)
+        (home / folder / file).write_text(text)
+    names = (
+        "HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN",
+        "AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_ACCOUNT_NAME",
+    )  # fmt: skip
+    proxies = {"http_proxy": proxy, "https_proxy": proxy, "HTTP_PROXY": proxy, "no_proxy": ""}
+    environment = {**os.environ, **dict.fromkeys(names, SECRET), **proxies, "HOME": str(home)}
+    environment.pop("NETRC", None)
+    text = json.dumps({name: {**given, **more}})
+    words = [sys.executable, "-c", ASKS, text, address.format(url=url, host=host)]
+    subprocess.run(words, env=environment, timeout=120, check=True, stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("name", SCHEMES)
+def test_an_origin_saw_the_credentials_of_the_daemons_user(name: str, tmp_path: Path) -> None:
+    """The Hub's client took them from ~/.netrc."""
+    with recorder() as origin, recorder() as proxy:
+        ask(name, origin.url, tmp_path / "home", proxy.url)
+    assert origin.seen, "it was asked"
+    assert not proxy.seen, "not by a proxy of the daemon's user"
+    assert SECRET not in origin.text and "uthorization" not in origin.text, origin.seen
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("http", {"headers": {"X-Api-Key": "mine", "Cookie": "mine", "Host": "mine"}}),
+        ("hf", {"token": "mine"}),
+        ("gs", {"token": "mine", "user_project": "mine"}),
+        ("abfs", {"account_name": "mine", "account_key": "bWluZQ=="}),
+        ("s3", {"key": "mine", "secret": "mine", "token": "mine"}),
+    ],
+)
+def test_another_host_got_the_headers_of_a_request_that_was_redirected(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    with recorder() as other, recorder(other.url) as origin, recorder() as proxy:
+        ask(name, origin.url, tmp_path / "home", proxy.url, **options)
+    assert "mine" in origin.text or "uthorization" in origin.text, origin.seen
+    for headers in other.seen:
+        assert not {"authorization", "cookie"} & {each.lower() for each in headers}, headers
+        assert "mine" not in json.dumps(headers) and SECRET not in json.dumps(headers)
+    assert other.seen or name not in ("http", "gs")
