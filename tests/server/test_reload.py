@@ -59,7 +59,8 @@ def configured(
 def told(manager: socket.socket) -> str:
     """Return what the daemon says next, besides what is to be kept of its memory, and what it says
     of itself every few seconds."""
-    while (state := manager.recv(4096).decode()).startswith(("FDSTORE=1\n", "FDSTOREREMOVE=1\n", "STATUS=")):
+    kept = ("FDSTORE=1\n", "FDSTOREREMOVE=1\n", "STATUS=")
+    while (state := manager.recv(4096).decode()).startswith(kept):
         pass
     return state
 
