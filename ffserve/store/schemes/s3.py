@@ -150,7 +150,7 @@ def _session_class() -> Any:
     if "http_session_cls" not in inspect.signature(config).parameters:
         return None
 
-    class Session(usual):  # type: ignore[misc, valid-type]
+    class StrictSession(usual):  # type: ignore[misc, valid-type]
         async def _get_session(self, *given: Any) -> Any:
             session = await super()._get_session(*given)
             if not session.trace_configs:
@@ -159,7 +159,7 @@ def _session_class() -> Any:
                 session.trace_configs.append(traced)
             return session
 
-    return Session
+    return StrictSession
 
 
 SCHEME = S3()
