@@ -370,7 +370,7 @@ for k in range(5000):
     job = state.jobs.obtain(f"{k:0200}", 0.0, 0)
     job.sessions, job.paths = 1, "/" + "x" * 4000
     for part in (1, 2):
-        state.memory.next_use.join(job.name, np.array([2 * k]), np.array([part]))
+        state.memory.next_use.join(job.key, np.array([2 * k]), np.array([part]))
 frame = protocol.encode(protocol.Report(1, done(status(state, 1.0, Peer(1, 0, 1)))))
 [report] = protocol.Decoder(protocol.FROM_SERVER).feed(frame)
 assert [len(report.facts[key]) for key in ("jobs", "progress", "groups")] == [1000] * 3
