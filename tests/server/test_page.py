@@ -237,7 +237,7 @@ for k in range(5000):
     job.sessions, job.paths, job.title, job.command = 1, "/" + "x" * 4000, "t" * 64, "c" * 256
     job.last_seen = float(k)
     for part in (1, 2):
-        state.memory.next_use.join(job.name, np.array([2 * k]), np.array([part]))
+        state.memory.next_use.join(job.key, np.array([2 * k]), np.array([part]))
 steps, count = event(state, 5000.0, names=True), 0
 while True:
     try:
