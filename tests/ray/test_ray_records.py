@@ -211,7 +211,7 @@ def test_one_big_file_is_read_by_many_tasks(ray_data: Any, tmp_path: Path, forma
     ("format", "compression", "suffix"),
     [
         ("tfrecord", "gzip", ".tfrecord.gz"),
-        ("tfrecord", "zlib", ".tfrecord.zlib"),
+        ("tfrecord", "zlib", ".tfrecord.deflate"),
         ("recordio", "snappy", ".recordio"),
     ],
 )

@@ -49,7 +49,7 @@ def test_after_failed_starts_the_next_one_waits_and_turns_clients_away() -> None
         until(lambda: said in daemon.states, "it says that it waits")
         with pytest.raises(
             ServerUnavailable,
-            match="closed the connection during the handshake|the handshake failed",
+            match=r"closed the connection during the handshake|the handshake failed",
         ):
             Connection(daemon.socket, "turned away")
         assert daemon.process is not None and daemon.process.poll() is None
