@@ -178,7 +178,7 @@ class TableCharge:
         return error
 
     def reading(self, size: int) -> None:
-        """Note that a scan reads so many bytes.
+        """Note that a scan reads this many bytes.
 
         Raises: UsageError: nobody waits for the file any more. ReadError: the scan reads holes.
         """
@@ -193,7 +193,7 @@ class TableCharge:
                     f"{format_size(allocated)} of it are stored: the file consists of holes",
                     path=self._path,
                     hint="write the file again without holes (cp --sparse=never), and without "
-                    "what is no record",
+                    "bytes between its records",
                 )
 
     def move(self, uid: int) -> None:

@@ -16,6 +16,7 @@ import os
 import select
 import signal
 import socket
+import stat
 import time
 from collections.abc import Sequence
 from typing import NoReturn
@@ -77,6 +78,9 @@ def _count(names: Sequence[str]) -> int:
 
 
 def _wait(deadline: float) -> None:
+    if not stat.S_ISSOCK(os.fstat(_FIRST_PASSED_FD).st_mode):  # no socket, which come first
+        time.sleep(max(deadline - time.monotonic(), 0.0))
+        return
     with socket.socket(fileno=os.dup(_FIRST_PASSED_FD)) as listener:
         listener.setblocking(False)
         while (left_s := deadline - time.monotonic()) > 0:
