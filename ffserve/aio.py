@@ -27,6 +27,7 @@ from collections.abc import (
 )
 from typing import Any, Literal, TypeVar, overload
 
+from ffserve import folders as packed_folders
 from ffserve.client.announced import check_count
 from ffserve.client.failover import LoopSelector, OpenRequest, announce
 from ffserve.client.loop import Failed, LoopState, in_thread, loop_state
@@ -97,6 +98,7 @@ async def _open(
     reader = Reader(OpenRequest(found, format, server, verify, tolerant))
     try:
         await reader._here().open()
+        await reader._find_folders()
         if tolerant:
             await reader._leave_out_damaged()
     except BaseException:
@@ -158,7 +160,40 @@ class Reader(BaseReader):
         source = self._here().source
         if source is None:
             raise UsageError("read from this loop first", hint="await reader.sizes([])")
-        return list(source.shards)
+        return self._shown_shards(source.shards)
+
+    async def _find_folders(self) -> None:
+        search = packed_folders.FolderSearch((await self._here().current()).shards)
+        if len(search.last):
+            sizes = (await self._here().current()).estimate(search.last)
+            unknown = await in_thread(lambda: search.look(sizes))
+            for number in unknown.tolist():
+                with contextlib.suppress(FFServeError):
+                    search.take(number, (await self.read([number]))[0])
+            self._hide_folders(search.found)
+
+    async def names(self) -> list[str]:
+        """Return the names of the samples, as `ffserve.Reader.names`."""
+        if not len(self._folders):
+            return []
+        if self._names is None:
+            target, failed = await self._retrying(
+                lambda state, source: state.read(source, self._folders, apart=False)
+            )
+            assert target.buffer is not None
+            shards = (await self._here().current()).shards
+            batch = Batch(target.buffer, target.offsets)
+            return await in_thread(lambda: self._set_names(shards, batch, failed))
+        return self._names
+
+    async def labels(self, indices: Any) -> list[dict[str, Any]]:
+        """Return the labels of samples, as `ffserve.Reader.labels`."""
+        await self.names()
+        return self._labels_of(indices)
+
+    async def index_of(self, name: str) -> int:
+        """Return the index of the sample with a name, as `ffserve.Reader.index_of`."""
+        return self._index_of(name, await self.names())
 
     # ---- reading --------------------------------------------------------------------------
 
@@ -271,7 +306,7 @@ class Reader(BaseReader):
 
     async def sizes(self, indices: Any = None) -> Int64s:
         """Return lengths in bytes, int64[n], as `ffserve.Reader.sizes`; None for all."""
-        numbers = self._intact if indices is None else self._numbers(indices)
+        numbers = self._numbers_or_all(indices)
         return await self._retrying(lambda state, source: state.sizes(source, numbers))
 
     async def _leave_out_damaged(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve import folders as packed_folders
 from ffserve import formats
 from ffserve.client.announced import AnnouncedOrders, Order, check_count, check_order
 from ffserve.client.daemon import connection as connections
@@ -27,8 +29,8 @@ from ffserve.client.failover import OpenRequest, SourceSelector, closed_error
 from ffserve.client.local.local_source import LocalSource
 from ffserve.client.record_stream import RecordStream
 from ffserve.client.source import Batch, Leased, SampleSource, cut
+from ffserve.dataset.layout import Numbering, Selection, as_int64, check_range
 from ffserve.dataset.layout import ShardInfo as ShardInfo
-from ffserve.dataset.layout import as_int64, check_range
 from ffserve.dataset.paths import PathLike, expand_paths
 from ffserve.disk.files import is_compressed
 from ffserve.dtypes import Bytes, Int64s
@@ -58,8 +60,8 @@ SIZES_AT_ONCE = 65_536
 """One request looks up the lengths of this many samples."""
 
 _OF_THIS_PROCESS = frozenset(
-    ("_announced", "_indexing", "_opening", "_selector", "_selectors", "_stream")
-)
+    ("_announced", "_by_name", "_directories", "_indexing", "_labels", "_names", "_opening")
+) | {"_selector", "_selectors", "_stream"}
 
 
 def open(
@@ -88,6 +90,8 @@ def open(
             the errors of the others. A file that is damaged between its samples, or was cut, is
             read as far as it can be.
 
+    Of a packed folder the samples are its files, and `reader.names` has their names.
+
     Compressed TFRecord files (GZIP, ZLIB) are decompressed in order as long as they are only
     iterated. At the first index, or `len`, they are opened by index, which takes one pass over a
     file that has no index file yet (`ffserve index` makes them in advance).
@@ -102,6 +106,19 @@ def open(
 
     Cost: with a daemon that has the files open already one round trip; else their tables are read.
     """
+    return open_files(paths, format, server, verify, on_error)
+
+
+def open_files(
+    paths: PathLike | Sequence[PathLike],
+    format: str | None = None,
+    server: str = "auto",
+    verify: bool = True,
+    on_error: Literal["raise", "skip"] = "raise",
+    *,
+    whole: bool = False,
+) -> Reader:
+    """Open files as `open` does. Args: whole: the names of a packed folder are a sample, too."""
     suffixes = check_options(format, server, on_error)
     tolerant = on_error == "skip"
     files = expand_paths(paths, suffixes=suffixes)
@@ -110,7 +127,7 @@ def open(
         if server not in ("auto", "start", "off"):
             stream.open_by_index()
         return stream
-    reader = Reader(files, format, server, verify, tolerant)
+    reader = Reader(files, format, server, verify, tolerant, whole=whole)
     if tolerant:
         try:
             reader._leave_out_damaged()
@@ -139,7 +156,8 @@ def check_options(format: str | None, server: str, on_error: str) -> Callable[[]
 class BaseReader:
     """Readers that block and readers that await: indices, numbers, errors, counters.
 
-    A sample's number is its index in the files; `on_error="skip"` hides some of those.
+    A sample's number is its index among all samples of the files. Hidden are those with the names
+    of packed folders and, with `on_error="skip"`, damaged ones.
     """
 
     _name: str
@@ -147,17 +165,25 @@ class BaseReader:
 
     def __init__(self, request: OpenRequest) -> None:
         self._request = request
-        self._intact: Int64s | None = None
+        self._numbering: Numbering | Selection | None = None
+        """None: all samples are shown."""
+        self._folders = np.zeros(0, np.int64)
+        """Numbers of the hidden samples with names."""
         self._damaged: list[FFServeError] = []
         self._set_up()
 
     def _set_up(self) -> None:
         """Make what belongs to this process only; also called for a copy in another process."""
         self._announced = AnnouncedOrders()
+        self._names: list[str] | None = None
+        self._directories: list[str] = []
+        self._labels: dict[str, dict[int, Any]] = {}
+        """By column and number of the sample."""
+        self._by_name: dict[str, int] | None = None
         connections.call_after_fork(self)
 
     def __len__(self) -> int:
-        return self._request.count if self._intact is None else len(self._intact)
+        return self._request.count if self._numbering is None else self._numbering.count
 
     @property
     def damaged(self) -> list[FFServeError]:
@@ -168,17 +194,38 @@ class BaseReader:
         if self._request.closed:
             raise closed_error()
         chosen = check_range(as_int64(indices, len(self)), len(self))
-        return chosen if self._intact is None else self._intact[chosen]
+        return chosen if self._numbering is None else self._numbering.numbers(chosen)
 
     def _all_numbers(self) -> Int64s:
-        if self._intact is not None:
-            return self._intact
-        return np.arange(self._request.count, dtype=np.int64)
+        shown = np.arange(len(self), dtype=np.int64)
+        return shown if self._numbering is None else self._numbering.numbers(shown)
+
+    def sample_indices(self, numbers: Int64s) -> Int64s:
+        """Return the indices of numbers that `sample_numbers` returned."""
+        return numbers if self._numbering is None else self._numbering.indices(numbers)
+
+    def _numbers_or_all(self, indices: Any) -> Int64s | None:
+        """Return numbers; None: all samples of the files."""
+        if indices is None:
+            return None if self._numbering is None else self._all_numbers()
+        return self._numbers(indices)
 
     def _named(self, error: FFServeError, position: int, numbers: Int64s) -> FFServeError:
-        if self._intact is None:
+        if self._numbering is None:
             return error
-        return error.located(index=int(np.searchsorted(self._intact, numbers[position])))
+        [index] = self._numbering.indices(numbers[position : position + 1]).tolist()
+        return error.located(index=index)
+
+    @contextlib.contextmanager
+    def _by_index(self) -> Iterator[None]:
+        """Have errors that name samples by number name them by index."""
+        try:
+            yield
+        except FFServeError as error:
+            if self._numbering is None or error.index is None:
+                raise
+            number = np.array([error.index], np.int64)
+            raise error.located(index=int(self._numbering.indices(number)[0])) from None
 
     def _raise_first(self, failed: dict[int, FFServeError], numbers: Int64s) -> None:
         if failed:
@@ -202,8 +249,99 @@ class BaseReader:
     def _leave_out(self, bad: dict[int, FFServeError]) -> None:
         """Hide these samples, by number."""
         self._damaged += bad.values()
-        if bad:
-            self._intact = np.delete(np.arange(self._request.count, dtype=np.int64), list(bad))
+        self._hide(np.array(list(bad), np.int64))
+
+    def _hide(self, numbers: Int64s) -> None:
+        if isinstance(self._numbering, Numbering):
+            numbers = np.concatenate((numbers, self._numbering.hidden))
+        if len(numbers):
+            self._numbering = Numbering(np.unique(numbers), self._request.count)
+
+    def select(self, indices: Any) -> None:
+        """Show only these samples from now on, in this order; `shards` stays as it is.
+
+        Args: indices: as for `read`; none twice.
+        """
+        numbers = self._numbers(indices)
+        if self._names is not None:
+            before = self.sample_indices(numbers).tolist()
+            self._names = [self._names[k] for k in before]
+        self._numbering, self._by_name = Selection(numbers), None
+
+    # ---- packed folders -------------------------------------------------------------------
+
+    def _hide_folders(self, found: list[int]) -> None:
+        """Hide the samples with names."""
+        self._folders = np.unique(np.array(found, np.int64))
+        self._hide(self._folders)
+
+    def _ends_with_names(self, shard: ShardInfo) -> bool:
+        end = shard.first + shard.count - 1
+        at = int(np.searchsorted(self._folders, end))
+        return shard.count > 0 and at < len(self._folders) and int(self._folders[at]) == end
+
+    def _shown_shards(self, shards: list[ShardInfo]) -> list[ShardInfo]:
+        """Return the files of a source without the samples that are names."""
+        if not len(self._folders):
+            return list(shards)
+        shown: list[ShardInfo] = []
+        first = 0
+        for shard in shards:
+            count = shard.count - self._ends_with_names(shard)
+            shown.append(dataclasses.replace(shard, count=count, first=first))
+            first += count
+        return shown
+
+    def _set_names(
+        self, shards: list[ShardInfo], batch: Batch, failed: dict[int, FFServeError]
+    ) -> list[str]:
+        """Keep and return the names of all samples. Args: batch, failed: of `_folders`."""
+        raise_first(failed)
+        samples, by_number, directories = iter(batch), dict[int, str](), set[str]()
+        tables: list[tuple[int, dict[str, list[Any]]]] = []
+        for shard in shards:
+            if self._ends_with_names(shard):
+                count = shard.count - 1
+                folder, table = packed_folders.decode_labelled(
+                    next(samples).data, count, path=shard.path, index=shard.first + count
+                )
+                for parts, node in packed_folders.walk(folder, recursive=True):
+                    if isinstance(node, int):
+                        by_number[shard.first + node] = "/".join(parts)
+                    else:
+                        directories.add("/".join(parts))
+                tables.append((shard.first, table))
+        self._directories = sorted(directories)
+        self._labels = {name: {} for _, table in tables for name in table}
+        for first, table in tables:
+            for name, values in table.items():
+                self._labels[name].update(enumerate(values, first))
+        self._names = [by_number.get(number, "") for number in self._all_numbers().tolist()]
+        return self._names
+
+    def _labels_of(self, indices: Any) -> list[dict[str, Any]]:
+        """Return the labels. The names were read before."""
+        if not self._labels:
+            raise UsageError(
+                "the files have no labels",
+                path=self._request.paths[0],
+                hint="`ffserve pack --labels FILE` stores them",
+            )
+        numbers = self._numbers(indices).tolist()
+        columns = self._labels.items()
+        return [{name: values.get(k) for name, values in columns} for k in numbers]
+
+    def _index_of(self, name: str, names: list[str]) -> int:
+        if self._by_name is None:
+            self._by_name = {each: k for k, each in reversed(list(enumerate(names))) if each}
+        index = self._by_name.get(name)
+        if index is None:
+            raise packed_folders.UnknownName(
+                f"no file has the name {name!r}" if names else "the files have no names",
+                path=self._request.paths[0],
+                hint="reader.names has all names" if names else "`ffserve pack` keeps names",
+            )
+        return index
 
     def _summed(
         self, current: SampleSource, spare: SampleSource | None
@@ -259,10 +397,29 @@ class Reader(BaseReader, Sequence[Bytes]):
         tolerant: bool = False,
         seen: Callable[[int], object] | None = None,
         identities: tuple[ObjectVersion, ...] = (),
+        *,
+        whole: bool = False,
     ) -> None:
         request = OpenRequest(paths, format, server, verify, tolerant, seen, identities=identities)
         super().__init__(request)
         self._selector.open()
+        try:
+            if not whole:
+                self._find_folders()
+        except BaseException:
+            self.close()
+            raise
+
+    def _find_folders(self) -> None:
+        search = packed_folders.FolderSearch(self._selector.current().shards)
+        if len(search.last):
+            unknown = search.look(self._estimates_of(search.last))
+            if len(unknown):
+                batch, failed = self._retrying(lambda source: self._batch(source, unknown))
+                for k, number in enumerate(unknown.tolist()):
+                    if k not in failed:
+                        search.take(number, batch[k])
+            self._hide_folders(search.found)
 
     def _set_up(self) -> None:
         super()._set_up()
@@ -298,7 +455,69 @@ class Reader(BaseReader, Sequence[Bytes]):
     @property
     def shards(self) -> list[ShardInfo]:
         """The files, in order."""
-        return list(self._selector.current().shards)
+        return self._shown_shards(self._selector.current().shards)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the samples in order, their parts joined by "/"; "" for one without a name,
+        and an empty list if no file is a packed folder. Names that are not UTF-8 have surrogates,
+        as those of `os.listdir`.
+
+        Raises: FormatError, ChecksumError: the names are damaged; otherwise as `read`.
+        Cost: the first time one to two seconds per million names.
+        """
+        if not len(self._folders):
+            return []
+        if self._names is None:
+            batch, failed = self._retrying(lambda source: self._batch(source, self._folders))
+            return self._set_names(self._selector.current().shards, batch, failed)
+        return self._names
+
+    @property
+    def directories(self) -> list[str]:
+        """The directories of packed folders, sorted, also those without a file; as `names`."""
+        return self._directories if self.names else []
+
+    @property
+    def label_names(self) -> list[str]:
+        """The columns of `labels`; an empty list if there are none. Raises, Cost: as `names`."""
+        return list(self._labels) if self.names else []
+
+    def labels(self, indices: Any) -> list[dict[str, Any]]:
+        """Return what `ffserve pack --labels` has stored of samples: for each a dict, column →
+        value; None for a sample of a file without this column.
+
+        Args: indices: as for `read`.
+        Raises: UsageError: no file has labels. Otherwise as `names`.
+        Cost: as `names`.
+        """
+        _ = self.names
+        return self._labels_of(indices)
+
+    def index_of(self, name: str) -> int:
+        """Return the index of the sample with a name; of several the first.
+
+        Raises: UsageError (also a LookupError): there is none. Otherwise as `names`.
+        Cost: as `names`; a table of the names from the first call on.
+        """
+        return self._index_of(name, self.names)
+
+    def sample_numbers(self, indices: Any) -> Int64s:
+        """Return the numbers of samples among all of the files, int64[n]: what a source takes.
+
+        Raises: SampleIndexError.
+        """
+        return self._numbers(indices)
+
+    @property
+    def shown(self) -> tuple[Any, ...]:
+        """A key of the files and the samples shown: equal if the same index is the same sample."""
+        numbering = self._numbering
+        if numbering is None:
+            return self._request.paths, b""
+        which = numbering.chosen if isinstance(numbering, Selection) else numbering.hidden
+        digest = hashlib.blake2b(which.tobytes(), digest_size=16).digest()
+        return self._request.paths, type(numbering).__name__, digest
 
     # ---- reading --------------------------------------------------------------------------
 
@@ -330,14 +549,16 @@ class Reader(BaseReader, Sequence[Bytes]):
         kind = type(indices)
         if kind is not list and kind is not tuple and kind is not np.ndarray:
             indices = as_int64(indices, len(self))
+        if self._numbering is not None:
+            indices = self._numbers(indices)
         source, lookup = self._selector.selection.source, None
-        if source is not None and self._intact is None:
+        if source is not None:
             lookup = source.cached_arrays(indices)
             if type(lookup) is list:
                 if self._announced.any:
-                    self._used(as_int64(indices, len(self)))
+                    self._used(as_int64(indices, self._request.count))
                 return lookup
-        numbers = self._numbers(indices)
+        numbers = self._numbers(indices) if self._numbering is None else indices
 
         def attempt(current: SampleSource) -> tuple[list[Bytes], dict[int, FFServeError]]:
             known = lookup if current is source else None
@@ -365,15 +586,18 @@ class Reader(BaseReader, Sequence[Bytes]):
         Cost: as `read`, with one allocation for the whole batch. Least for an int64 array.
         """
         numbers = indices if type(indices) is np.ndarray else as_int64(indices, len(self))
+        if self._numbering is not None:
+            numbers = self._numbers(numbers)
         source, lookup = self._selector.selection.source, None
-        if source is not None and self._intact is None:
+        if source is not None:
             found = source.cached_batch(numbers, out)
             if isinstance(found, Batch):
                 if self._announced.any:
                     self._used(numbers)
                 return found
             lookup = found
-        numbers = self._numbers(numbers)
+        if self._numbering is None:
+            numbers = self._numbers(numbers)
 
         def attempt(current: SampleSource) -> tuple[Batch, dict[int, FFServeError]]:
             known = lookup if current is source else None
@@ -407,7 +631,8 @@ class Reader(BaseReader, Sequence[Bytes]):
 
     @contextlib.contextmanager
     def _leasing(self, numbers: Int64s) -> Iterator[Leased]:
-        leased = self._retrying(lambda source: source.lease(numbers))
+        with self._by_index():
+            leased = self._retrying(lambda source: source.lease(numbers))
         try:
             self._used(numbers)
             yield leased
@@ -596,7 +821,8 @@ class Reader(BaseReader, Sequence[Bytes]):
         return self._retrying(lambda source: source.estimate(numbers))
 
     def _sizes_of(self, numbers: Int64s | None) -> Int64s:
-        return self._retrying(lambda source: source.sizes(numbers))
+        with self._by_index():
+            return self._retrying(lambda source: source.sizes(numbers))
 
     def sizes(self, indices: Any = None) -> Int64s:
         """Return lengths in bytes, int64[n]; None for all.
@@ -605,9 +831,7 @@ class Reader(BaseReader, Sequence[Bytes]):
 
         Cost: no sample is read, except those in chunks (RecordIO) that were never decoded before.
         """
-        if indices is None:
-            return self._sizes_of(self._intact)
-        return self._sizes_of(self._numbers(indices))
+        return self._sizes_of(self._numbers_or_all(indices))
 
     def tables(
         self, shard: int
@@ -616,7 +840,10 @@ class Reader(BaseReader, Sequence[Bytes]):
         expected checksums."""
         if not 0 <= shard < len(self._request.paths):
             raise UsageError(f"there are {len(self._request.paths)} shards, not {shard + 1}")
-        return self._retrying(lambda source: source.tables(shard))
+        offsets, sizes, checksums = self._retrying(lambda source: source.tables(shard))
+        if len(self._folders) and self._ends_with_names(self._selector.current().shards[shard]):
+            return offsets[:-1], sizes[:-1], checksums[:-1]
+        return offsets, sizes, checksums
 
     def _leave_out_damaged(self) -> None:
         bad: dict[int, FFServeError] = {}

@@ -357,11 +357,17 @@ def count(table: RecordTable, piece: FilePiece) -> int:
 
     Raises: FFServeError.
     """
-    if piece.stop is not None:
+    if piece.stop is not None and table.format != "ffrecord":  # its last sample may be names
         return piece.stop - piece.start
     _check_format(table.format, piece)
     with _reader(table, piece) as reader:
-        return len(reader)
+        return len(_rows_of(piece, reader))
+
+
+def _rows_of(piece: FilePiece, reader: Reader) -> range:
+    """Return the samples of a piece."""
+    count = len(reader)
+    return range(piece.start, count if piece.stop is None else min(piece.stop, count))
 
 
 def _as_binary(records: ExampleRecords, place: Place) -> Any:
@@ -489,7 +495,7 @@ def _by_index(
 ) -> Iterator[Numbered]:
     damaged: list[FFServeError] = []
     with _reader(table, piece) as reader:
-        chosen = np.arange(piece.start, len(reader) if piece.stop is None else piece.stop)
+        chosen = np.array(_rows_of(piece, reader), np.int64)
         for first, batch, failed in reader.scan(chosen, count=BATCH_COUNT, size=BATCH_SIZE):
             if failed and not table.skip:
                 raise failed[min(failed)]

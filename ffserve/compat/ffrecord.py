@@ -135,11 +135,14 @@ class FileReader:
     """
 
     _format: str | None = "ffrecord"
+    _whole = True
+    """The names of a packed folder are a sample, as in the original."""
 
     @staticmethod
     def for_files(fnames: Any, check_data: bool = True) -> FileReader:
         """Return a FileReader if the original accepts these names; else one for files of any
-        format, with names as for ``ffserve.open``."""
+        format, with names as for ``ffserve.open``. The samples are those of ``ffserve.open``: of a
+        packed folder its files."""
         if isinstance(fnames, (str, os.PathLike)) and Path(fnames).is_dir():
             original = next(Path(fnames).glob("*.ffr"), None) is not None
         else:
@@ -151,7 +154,7 @@ class FileReader:
                 and not is_url(os.fsdecode(name))
                 for name in paths
             )
-        return (FileReader if original else RecordReader)(fnames, check_data)
+        return (SampleReader if original else RecordReader)(fnames, check_data)
 
     def __init__(
         self,
@@ -162,7 +165,9 @@ class FileReader:
         self._n = 0
         self._fnames = self._expanded(fname)
         self._check_data = bool(check_data)
-        self._reader = readers.open(self._fnames, format=self._format, verify=self._check_data)
+        self._reader = readers.open_files(
+            self._fnames, self._format, verify=self._check_data, whole=self._whole
+        )
         self._n = len(self._reader)
 
     @property
@@ -245,6 +250,50 @@ class FileReader:
     def current_source(self, *, lead: bool = False) -> Any:
         """Return where samples come from at present; see `Reader.current_source`."""
         return self._open().current_source(lead=lead)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the samples; see ``ffserve.Reader.names``."""
+        names: list[str] = self._open().names
+        return names
+
+    @property
+    def directories(self) -> list[str]:
+        """The directories of packed folders; see ``ffserve.Reader.directories``."""
+        directories: list[str] = self._open().directories
+        return directories
+
+    @property
+    def label_names(self) -> list[str]:
+        """The columns of the labels; see ``ffserve.Reader.label_names``."""
+        names: list[str] = self._open().label_names
+        return names
+
+    def labels(self, indices: Any) -> list[dict[str, Any]]:
+        """Return the labels of samples; see ``ffserve.Reader.labels``."""
+        rows: list[dict[str, Any]] = self._open().labels(indices)
+        return rows
+
+    @property
+    def shown(self) -> tuple[Any, ...]:
+        """A key of the samples; see ``ffserve.Reader.shown``."""
+        shown: tuple[Any, ...] = self._open().shown
+        return shown
+
+    def select(self, indices: Any) -> None:
+        """Show only these samples, in this order; see ``ffserve.Reader.select``."""
+        self._open().select(indices)
+        self._n = len(self._reader)
+
+    def sample_numbers(self, indices: Any) -> NDArray[np.int64]:
+        """Return what ``current_source`` takes for these indices; see ``Reader.sample_numbers``."""
+        numbers: NDArray[np.int64] = self._open().sample_numbers(indices)
+        return numbers
+
+    def sample_indices(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the indices of such numbers."""
+        indices: NDArray[np.int64] = self._open().sample_indices(numbers)
+        return indices
 
     def get_offsets(self, file_index: int) -> NDArray[np.int64]:
         """Return the offsets of the samples of one file, followed by the size of the file.
@@ -342,7 +391,13 @@ class FileReader:
         return numbers
 
 
-class RecordReader(FileReader):
+class SampleReader(FileReader):
+    """A FileReader whose samples are those of ``ffserve.open``: of a packed folder its files."""
+
+    _whole = False
+
+
+class RecordReader(SampleReader):
     """A FileReader for files of any format.
 
     Args:

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from ffserve import Batch
 from ffserve import folders as packed_folders
 from ffserve import reader as readers
-from ffserve.convert.inputs import Grouped, InputSource, Tar, find_sources
+from ffserve.convert.inputs import Grouped, InputSource, RecordFiles, Tar, find_sources
 from ffserve.dataset.paths import PathLike
 from ffserve.disk.output import writing
 from ffserve.engine.codec import crc32c
@@ -125,6 +125,13 @@ def convert(
     chosen.writer(**options)  # checks the options before anything is read
     sources = find_sources(inputs, target)
     keep = names == "keep" and any(source.named for source in sources)
+    for source in sources if keep else ():
+        if isinstance(source, RecordFiles) and source.labelled:
+            raise UsageError(
+                "the files have labels, which a conversion does not keep",
+                path=source.files[0],
+                hint="pack their directory again with --labels, or drop names (--drop-names)",
+            )
     if keep and chosen.name != "ffrecord":
         sources = [Grouped(source) if source.named else source for source in sources]
         keep = False

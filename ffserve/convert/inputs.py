@@ -19,12 +19,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from ffserve import Batch, example, formats
-from ffserve import folders as packed_folders
 from ffserve import reader as readers
 from ffserve.dataset.paths import PathLike, expand_paths
 from ffserve.disk.files import is_compressed, os_error, wrap_os_error
 from ffserve.errors import FFServeError, FormatError, ReadError, UsageError
-from ffserve.folders import files_below, index_samples
+from ffserve.folders import files_below
 from ffserve.formats import kind_of
 from ffserve.formats.base import HEAD_SIZE
 
@@ -74,54 +73,26 @@ class RecordFiles:
 
     def __init__(self, files: tuple[str, ...]) -> None:
         self.files = files
-        self._skipped: list[int] = []
-        self._names: dict[int, str] = {}
         with self._open() as reader:
-            total = len(reader)
-            if any(shard.format == "ffrecord" for shard in reader.shards):
-                self._skipped = index_samples(reader)
-                self._read_names(reader)
-        self.count = total - len(self._skipped)
+            self.count = len(reader)
+            self._names: list[str] = reader.names
+            self.labelled = bool(reader.label_names)
         self.named = bool(self._names)
 
     def _open(self) -> Any:
         return readers.open(self.files, server="off")
 
-    def _read_names(self, reader: Any) -> None:
-        last = {shard.first + shard.count - 1: shard for shard in reader.shards if shard.count}
-        for index in self._skipped:
-            shard = last[index]
-            sample = reader[index]
-            folder = packed_folders.decode(
-                sample.data, shard.count - 1, path=shard.path, index=index
-            )
-            self._names.update(_flat_names(folder, shard.first))
-
     def records(self, first: int, stop: int | None) -> Iterator[Record | Batch]:
-        """Yield the records [first:stop], without folder indices."""
+        """Yield the records [first:stop]."""
         with self._open() as reader:
-            wanted = np.arange(len(reader), dtype=np.int64)
-            if self._skipped:
-                wanted = np.delete(wanted, self._skipped)
-            wanted = wanted[first:stop]
-            indices = iter(wanted.tolist() if self.named else ())
+            wanted = np.arange(len(reader), dtype=np.int64)[first:stop]
+            names = iter(self._names[first:stop])
             for batch in reader.batches(wanted, count=BATCH_COUNT):
                 if not self.named:
                     yield batch
                     continue
                 for sample in batch:
-                    yield Record(sample, self._names.get(next(indices)))
-
-
-def _flat_names(folder: Any, first: int) -> Iterator[tuple[int, str]]:
-    waiting = [("", folder)]
-    while waiting:
-        prefix, node = waiting.pop()
-        for name, value in node.items():
-            if isinstance(value, int):
-                yield first + value, prefix + name
-            else:
-                waiting.append((f"{prefix}{name}/", value))
+                    yield Record(sample, next(names) or None)
 
 
 class StreamedRecords:

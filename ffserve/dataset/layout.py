@@ -105,6 +105,52 @@ class Layout:
         return runs
 
 
+class Numbering:
+    """The samples of files that a reader shows, by index, where it hides others.
+
+    A sample's number is its index among all samples of the files.
+
+    Args: hidden: numbers, ascending, none twice. count: samples in the files.
+    """
+
+    def __init__(self, hidden: NDArray[np.int64], count: int) -> None:
+        self.hidden = hidden
+        self.count = count - len(hidden)
+        self._gaps = hidden - np.arange(len(hidden))
+        """For each hidden sample the index of the shown one behind it."""
+        self._moved = bool(len(hidden)) and int(self._gaps[0]) < self.count
+
+    def numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of each index; indices must be in range."""
+        if not self._moved:  # what is hidden lies behind all others
+            return indices
+        return indices + np.searchsorted(self._gaps, indices, side="right")
+
+    def indices(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the index of each number; none is hidden."""
+        return numbers - np.searchsorted(self.hidden, numbers)
+
+
+class Selection:
+    """As a Numbering, of some samples in an order of their own.
+
+    Args: chosen: their numbers, none twice.
+    """
+
+    def __init__(self, chosen: NDArray[np.int64]) -> None:
+        self.chosen = chosen
+        self.count = len(chosen)
+        self._order = np.argsort(chosen)
+
+    def numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of each index; indices must be in range."""
+        return self.chosen[indices]
+
+    def indices(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the index of each number; all are chosen."""
+        return self._order[np.searchsorted(self.chosen, numbers, sorter=self._order)]
+
+
 def as_indices(indices: Any, count: int) -> NDArray[np.int64]:
     """Return sample indices as int64[n]; order and repeats are kept.
 

@@ -1,7 +1,7 @@
 """Packed folders: many small files in one record file, with their names.
 
-Others import what is named here: the index of names (`folder_index.py`), and packing
-(`folder_packing.py`).
+Others import what is named here: the index of names (`folder_index.py`), which files have one
+(`packed_files.py`), the labels of the files (`label_tables.py`), and packing (`folder_packing.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from ffserve.folders.folder_index import (
     MAGIC,
     SIZE_MAX,
     Folder,
+    UnknownName,
     decode,
+    decode_labelled,
     encode,
     is_index,
     names,
@@ -19,21 +21,23 @@ from ffserve.folders.folder_index import (
 from ffserve.folders.folder_packing import (
     checked_output,
     files_below,
-    index_samples,
     pack,
     scan,
     write_shard,
 )
+from ffserve.folders.packed_files import FolderSearch
 
 __all__ = [
     "MAGIC",
     "SIZE_MAX",
     "Folder",
+    "FolderSearch",
+    "UnknownName",
     "checked_output",
     "decode",
+    "decode_labelled",
     "encode",
     "files_below",
-    "index_samples",
     "is_index",
     "names",
     "pack",

@@ -5,7 +5,8 @@ nested OrderedDicts, name → sample index for a file, name → OrderedDict for 
 is untrusted and a pickle is a program, so ``pickle`` must not load it; its C implementation also
 allocates memory by numbers in the input (such as a memo index of 2^31). ``decode`` interprets only
 the opcodes that such an index consists of, for pickle protocols 2 to 5, refuses all others, and
-uses memory in proportion to the size of the sample.
+uses memory in proportion to the size of the sample. Labels may stand behind the pickle
+(``label_tables.py``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ffserve.errors import FormatError, UsageError
+from ffserve.folders import label_tables
 
 MAGIC = b"piouhjgbr"
 SIZE_MAX = 1 << 30
@@ -28,6 +30,10 @@ _DAMAGED = "the file is damaged or hostile: restore it from a copy"
 
 Folder = OrderedDict[str, Any]
 """name → sample index (int), or another Folder."""
+
+
+class UnknownName(UsageError, LookupError):
+    """No file of a packed folder has this name."""
 
 
 def encode(structure: Folder) -> bytes:
@@ -80,16 +86,31 @@ def decode(
         count: number of samples that may be named; every index must be in [0, count).
         path, index: where the sample is, for errors.
     Returns: nested OrderedDicts, owned by the caller.
-    Raises:  FormatError: anything that the original would not have written.
+    Raises:  FormatError: anything that neither the original nor `pack` would have written.
     Cost:    one to two seconds per million names.
     """
     try:
-        return _decoded(sample, count)
+        return _decoded(sample, count)[0]
     except FormatError as error:
         raise error.located(path=path, index=index) from None
 
 
-def _decoded(sample: bytes | memoryview, count: int) -> Folder:
+def decode_labelled(
+    sample: bytes | memoryview, count: int, *, path: str | None = None, index: int | None = None
+) -> tuple[Folder, label_tables.Columns]:
+    """Decode a folder index, and the labels of the files; none if there are none.
+
+    Args, Raises, Cost: as of `decode`.
+    """
+    try:
+        structure, rest = _decoded(sample, count)
+        return structure, label_tables.decode(rest, count) if rest else {}
+    except FormatError as error:
+        raise error.located(path=path, index=index) from None
+
+
+def _decoded(sample: bytes | memoryview, count: int) -> tuple[Folder, bytes]:
+    """Return the folder, and the bytes behind the pickle."""
     if len(sample) > SIZE_MAX:
         raise FormatError(
             f"the folder index has {len(sample)} bytes, more than the limit of {SIZE_MAX}",
@@ -103,7 +124,7 @@ def _decoded(sample: bytes | memoryview, count: int) -> Folder:
     except (IndexError, KeyError, TypeError) as error:
         raise _bad(machine, f"{type(error).__name__}: {error}") from None
     _check(structure, count)
-    return structure
+    return structure, machine.code[machine.at :]
 
 
 class _Mark:
@@ -159,7 +180,8 @@ class _Machine:
             if at > len(code):
                 raise ValueError("it is truncated")
         self.at = at
-        if len(stack) != 1 or at != len(code):
+        labelled = code.startswith(label_tables.MARK, at)
+        if len(stack) != 1 or (at != len(code) and not labelled):
             raise ValueError("bytes or values are left after STOP")
         return stack.pop()
 

@@ -12,13 +12,12 @@ import os
 import stat
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from ffserve.disk.files import os_error
 from ffserve.disk.output import staged_directory
 from ffserve.errors import FFServeError, FileNameError, UsageError
-from ffserve.folders import folder_index
+from ffserve.folders import folder_index, label_tables
 from ffserve.folders.folder_index import Folder
 from ffserve.system import parallel
 from ffserve.writer import create
@@ -42,22 +41,6 @@ class PackReport:
     """Total size of the packed files."""
 
 
-def index_samples(reader: Any) -> list[int]:
-    """Return the indices of the samples that are folder indices.
-
-    Args:    reader: an ``ffserve.Reader``.
-    Returns: dataset indices, ascending; one for each shard that is a packed folder.
-    Raises:  as ``Reader.read``.
-    Cost:    reads the last sample of every shard.
-    """
-    last = [shard.first + shard.count - 1 for shard in reader.shards if shard.count]
-    return [
-        index
-        for index, sample in zip(last, reader.read(last), strict=True)
-        if folder_index.is_index(sample[:16].tobytes())
-    ]
-
-
 def pack(
     paths: Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str],
@@ -65,6 +48,7 @@ def pack(
     shards: int = 1,
     jobs: int = 1,
     force: bool = False,
+    labels: str | os.PathLike[str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> PackReport:
     """Pack directories and files into packed folders.
@@ -77,6 +61,8 @@ def pack(
         shards: number of output files.
         jobs: number of worker processes (spawned: a script needs a ``__main__`` guard).
         force: replace ``out`` if it is an existing file.
+        labels: a CSV, JSON or Parquet file with columns for each file, by name: what
+            ``Reader.labels`` returns.
         progress: called with the samples and bytes done since the last call.
     Returns: the written files, and the number and total size of the packed files.
     Raises:  UsageError: an input cannot be packed, there is no file, or ``out`` exists. ReadError,
@@ -93,6 +79,8 @@ def pack(
             path=os.fsdecode(paths[0]),
             hint="give at least one file, or a directory with files",
         )
+    if labels is not None:
+        tree.add_labels(os.fsdecode(labels))
     if shards == 1:
         if os.path.isfile(checked_output(target)) and not force:
             raise UsageError(
@@ -122,6 +110,12 @@ class _Tree:
     """The input, depth first: (parts of the name, path) per file, (parts, None) per directory."""
 
     entries: list[tuple[tuple[str, ...], str | None]]
+    labels: label_tables.Columns = field(default_factory=dict)
+
+    def add_labels(self, path: str) -> None:
+        """Read the labels of the files. Raises: UsageError, and as `label_tables.read`."""
+        names = ["/".join(parts) for parts, source in self.entries if source is not None]
+        self.labels = label_tables.columns_of(label_tables.read(path), names, path)
 
     @property
     def count(self) -> int:
@@ -134,6 +128,11 @@ class _Tree:
             shard = min(done * shards // count, shards - 1)
             parts[shard].entries.append((parts_of_name, source))
             done += source is not None
+        first = 0
+        for part in parts:
+            end = first + part.count
+            part.labels = {name: values[first:end] for name, values in self.labels.items()}
+            first = end
         return parts
 
     def structure(self) -> Folder:
@@ -236,6 +235,8 @@ def write_shard(
 ) -> int:
     """Write one packed folder; return the total size of its files."""
     index = folder_index.encode(tree.structure())
+    if tree.labels:
+        index += label_tables.encode(tree.labels)
     count, width = tree.count, len(str(tree.count))
     total = reported = reported_bytes = 0
     with create(out, format="ffrecord", n=count + 1) as writer:

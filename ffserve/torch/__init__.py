@@ -7,6 +7,7 @@ restored in mid-epoch.
 """
 
 from ffserve.torch.dataset import ConcatDataset, Dataset, RawDataset, ReaderRegistry, Subset
+from ffserve.torch.image_folder import DatasetFolder, ImageFolder
 from ffserve.torch.loader import DataLoader
 from ffserve.torch.mixture import Mixture
 from ffserve.torch.packed import PackedDataset
@@ -16,7 +17,9 @@ __all__ = [
     "ConcatDataset",
     "DataLoader",
     "Dataset",
+    "DatasetFolder",
     "EpochSampler",
+    "ImageFolder",
     "Mixture",
     "PackedDataset",
     "RawDataset",

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import bisect
 import operator
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from ffserve import FileReader
 from ffserve.dtypes import Int64s
 from ffserve.errors import SampleIndexError, UsageError
+from ffserve.torch.example_columns import ExampleColumns
 from ffserve.torch.prepared import Preparer
 
 _EPOCHS_KEPT = 3
@@ -71,16 +72,25 @@ class Dataset(torch.utils.data.Dataset[Any], ReaderRegistry):
             index runs over them in order. Files of other formats, directories of them, and
             patterns are accepted as by ``ffserve.open``.
         check_data: verify each sample's checksum.
+        features: of records that are tf.train.Examples, the features to decode and their types,
+            such as ``{"image": bytes, "label": int, "boxes": list[float]}``. ``process`` and
+            ``prepare`` then get a dict with a column for each feature instead of bytes, and the
+            samples are dicts with a value for each.
     Raises:  as FileReader does when it opens the files.
     """
 
     fnames: Any
     reader: FileReader
+    _columns: ExampleColumns | None = None
     prepare_version: Hashable = None
     """A value that the results of ``prepare`` depend on, besides its source."""
 
-    def __init__(self, fnames: Any, check_data: bool = True) -> None:
+    def __init__(
+        self, fnames: Any, check_data: bool = True, *, features: Mapping[str, Any] | None = None
+    ) -> None:
         self.fnames = fnames
+        if features is not None:
+            self._columns = ExampleColumns(features)
         self.reader = FileReader.for_files(fnames, check_data)
 
     def __len__(self) -> int:
@@ -100,11 +110,20 @@ class Dataset(torch.utils.data.Dataset[Any], ReaderRegistry):
         index = as_index(indices)
         return self.process([index], self._data([index]))[0]
 
-    def _data(self, indices: Sequence[int]) -> list[Any]:
+    def _data(self, indices: Sequence[int]) -> Any:
         """Return the argument `data` of `process`: samples as they are, or prepared."""
         if type(self).prepare is Dataset.prepare:
-            return self.reader.read(indices)
+            return self.contents(indices)
         return self._preparer().values(self, indices)
+
+    def contents(self, indices: Sequence[int]) -> Any:
+        """Return the samples as `prepare` and `process` get them: their bytes, or the columns of
+        `features`."""
+        if self._columns is None:
+            return self.reader.read(indices)
+        fnames = self.reader.fnames
+        path = fnames[0] if len(fnames) == 1 else None
+        return self._columns.decode(self.reader.read_batch(indices), indices, path)
 
     def _preparer(self) -> Preparer:
         found: Preparer | None = vars(self).get("_prepares")
@@ -139,18 +158,21 @@ class Dataset(torch.utils.data.Dataset[Any], ReaderRegistry):
         """
         raise NotImplementedError
 
-    def process(self, indices: Sequence[int], data: list[Any]) -> Any:
-        """Turn the bytes of a batch into samples. A subclass overrides it, unless what ``prepare``
-        returns are its samples.
+    def process(self, indices: Sequence[int], data: Any) -> Any:
+        """Turn the bytes of a batch into samples. A subclass overrides it, unless its samples are
+        what ``prepare`` returns, or dicts of ``features``.
 
         Args:
             indices: the indices asked for.
-            data: one 1-D writable uint8 array per sample, in the same order; with ``prepare``, what
-                it has returned.
+            data: one 1-D writable uint8 array per sample, in the same order; with ``features``
+                their columns, int64 or float32 arrays and lists by name; with ``prepare``, what it
+                has returned.
         Returns: a list of samples, which the loader hands to ``collate_fn``.
         """
         if type(self).prepare is not Dataset.prepare:
             return data
+        if self._columns is not None:
+            return self._columns.rows(data)
         raise NotImplementedError(
             f"{type(self).__name__} overrides neither process(indices, data) nor __getitem__; "
             "ffserve.torch.RawDataset gives the bytes as they are"
@@ -211,9 +233,9 @@ class RawDataset(Dataset):
     which it reaches the training process.
     """
 
-    def process(self, indices: Sequence[int], data: list[NDArray[np.uint8]]) -> Any:
-        """Return ``data``."""
-        return data
+    def process(self, indices: Sequence[int], data: Any) -> Any:
+        """Return ``data``, of ``features`` as dicts."""
+        return data if self._columns is None else self._columns.rows(data)
 
 
 class Subset(Dataset):
@@ -404,7 +426,7 @@ def is_raw(dataset: Any) -> bool:
 
     Such a dataset is a ``RawDataset`` that overrides none of the methods that make its samples.
     """
-    if not isinstance(dataset, RawDataset):
+    if not isinstance(dataset, RawDataset) or dataset._columns is not None:
         return False
     reader = type(vars(dataset).get("reader"))
     return (
@@ -539,7 +561,9 @@ class _SplitOrder:
 def _samples_of(dataset: Any) -> Hashable:
     """Return a key that two datasets share if the same index is the same sample in both."""
     if getattr(type(dataset), "announce", None) is Dataset.announce:
-        return frozenset(sources(readers_below(dataset)))
+        readers = list(readers_below(dataset))
+        shown = frozenset(getattr(reader, "shown", None) for reader in readers)
+        return frozenset(sources(readers)), shown
     return id(dataset)
 
 

@@ -245,6 +245,8 @@ def key_of(dataset: Any) -> tuple[bytes, str]:
     except (OSError, TypeError):  # typed in, not in a file
         source = repr(_code(getattr(function, "__code__", None)))
     parts = (__version__, name, source, text, torch.__version__, np.__version__)
+    if dataset._columns is not None:
+        parts += (repr(dataset._columns),)
     digest = hashlib.sha256(repr(parts).encode())
     return digest.digest(), name
 
@@ -283,8 +285,10 @@ class Preparer:
         """Return the prepared samples."""
 
         def make(some: Int64s) -> list[Any]:
-            wanted = some.tolist()
-            made = list(dataset.prepare(wanted, dataset.reader.read(wanted)))
+            return prepare(dataset.reader.sample_indices(some).tolist())
+
+        def prepare(wanted: list[int]) -> list[Any]:
+            made = list(dataset.prepare(wanted, dataset.contents(wanted)))
             if len(made) != len(wanted):
                 raise UsageError(
                     f"prepare of {type(dataset).__name__} answered {len(wanted)} indices with "
@@ -296,7 +300,7 @@ class Preparer:
         shared = self.shared(dataset)
         numbers = self._numbers(dataset, indices) if shared is not None else None
         if shared is None or numbers is None:
-            return make(np.array(indices, np.int64))
+            return prepare(list(indices))
         try:
             return shared.values(numbers, make)
         except (ServerUnavailable, ProtocolError):
@@ -307,7 +311,7 @@ class Preparer:
 
     @staticmethod
     def _numbers(dataset: Any, indices: Sequence[int]) -> Int64s | None:
-        """Return valid indices; None: the reader raises the error."""
+        """Return the numbers of valid indices; None: the reader raises the error."""
         try:
             numbers = np.array(indices, np.int64)
         except (TypeError, ValueError, OverflowError):
@@ -315,7 +319,9 @@ class Preparer:
         count = dataset.reader.n
         if not len(numbers) or int(numbers.min()) < -count or int(numbers.max()) >= count:
             return None
-        return np.where(numbers < 0, numbers + count, numbers)
+        shown = np.where(numbers < 0, numbers + count, numbers)
+        found: Int64s = dataset.reader.sample_numbers(shown)
+        return found
 
     def shared(self, dataset: Any, *, lead: bool = False) -> PreparedSource | None:
         """Return the prepared samples that are shared; None: each process prepares its own."""
@@ -347,12 +353,13 @@ class Preparer:
         shared = self.shared(dataset, lead=True)
         if shared is None:
             return False
-        if not self._orders and shared.found_share(np.asarray(order, np.int64)) < COLD_SHARE:
+        numbers = dataset.reader.sample_numbers(order)
+        if not self._orders and shared.found_share(numbers) < COLD_SHARE:
             self._cold_epoch = epoch
         while len(self._orders) > 2:
             del self._orders[min(self._orders)]
-        self._orders[epoch] = order, name, replacement
-        self._announce(epoch, order, name, replacement)
+        self._orders[epoch] = numbers, name, replacement
+        self._announce(epoch, numbers, name, replacement)
         return True
 
     def reads_ahead(self, epoch: int) -> bool:
@@ -362,7 +369,7 @@ class Preparer:
 
     def _announce(self, epoch: int, order: Int64s, name: str | None, replacement: bool) -> None:
         if self._shared is not None:
-            self._shared.announce(np.asarray(order, np.int64), epoch, name, replacement)
+            self._shared.announce(order, epoch, name, replacement)
 
     def reached(self, dataset: Any, epoch: int, position: int) -> bool:
         """Report a position to the shared samples; return False if there are none."""

@@ -87,7 +87,7 @@ class View:
         found = tuple(dict.fromkeys(expand_paths(paths, suffixes=suffixes)))
         raise_file_limit()
         self._options = options
-        self._reader = reader.open(found, format=options.format, server=options.server)
+        self._reader = reader.open_files(found, options.format, options.server, whole=True)
         self.files: list[ViewFile] = []
         try:
             shards = self._reader.shards

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -211,3 +212,22 @@ def read_as_rank(file: str, server: str, init: str, rank: int, results: Any) -> 
     torch.distributed.barrier()
     results.put((rank, dp_rank, dp_size, data_rank(mesh, ("dp", "tp")), used))
     torch.distributed.destroy_process_group()
+
+
+def folder_tree(root: Path) -> Path:
+    """Make a directory with classes of every kind: nested, empty, hidden, linked, of odd names."""
+    files = (
+        "zebras/b.jpg", "zebras/a.JPG", "zebras/a/x.png", "zebras/a.b/x.png", "zebras/a/b/y.webp",
+        "zebras/.hidden.jpg", "zebras/.git/z.bmp", "zebras/notes.txt", "cats/tom.jpeg",
+        "cats/10.ppm", "cats/9.ppm", "Cats/tom.tiff", ".hidden/h.png", "notes/only.txt", "top.jpg",
+        "caf\udce9/caf\udce9.png", "émile/é.png", "日本/一.gif", "日本/二.png",
+    )  # fmt: skip
+    for name in files:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(os.fsencode(name) * 3)
+    (root / "empty" / "below").mkdir(parents=True)
+    (root / "linked").symlink_to(root / "cats")
+    (root / "cats" / "link.jpg").symlink_to(root / "zebras" / "b.jpg")
+    (root / "zebras" / "linked").symlink_to(root / "cats")
+    return root

@@ -12,11 +12,13 @@ import os
 import pickle
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tarfile
 import tempfile
 import textwrap
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,12 +121,26 @@ def folder() -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def _png(pixels: bytes, width: int) -> bytes:
+    """Return an RGB picture of square pixels, so that no package is needed to make one."""
+    rows = b"".join(b"\0" + pixels[k : k + 3 * width] for k in range(0, len(pixels), 3 * width))
+    head = struct.pack(">IIBBBBB", width, len(pixels) // (3 * width), 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
+    )
+
+
 def _fill(path: Path) -> None:
     random = np.random.default_rng(0)
     (path / "photos" / "cats").mkdir(parents=True)
     (path / "photos" / "cats" / "tom.jpg").write_bytes(b"\xff\xd8 tom")
     for number in range(20):
         (path / "photos" / f"{number}.jpg").write_bytes(random.bytes(500))
+    for name in ("cats/tom", "cats/kit", "dogs/rex", "dogs/pup"):
+        (path / "pictures" / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / "pictures" / f"{name}.png").write_bytes(_png(random.bytes(16 * 16 * 3), 16))
     np.save(path / "features.npy", random.random((10, 4)))
     for number in range(2):
         with tarfile.open(path / f"web-{number}.tar", "w") as tar:
@@ -152,6 +168,7 @@ def _fill(path: Path) -> None:
 def test_every_block_runs(name: str, folder: Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("google.protobuf")
+    pytest.importorskip("PIL")
     runs = []
     for block in blocks(name):
         if block.runs and block.language in {"python", "sh"}:

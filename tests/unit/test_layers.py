@@ -27,15 +27,15 @@ LAYERS = {
     "store": "limits config engine formats disk system",
     "dataset": "engine disk store",
     "writer": "formats disk",
-    "folders": "system disk writer",
+    "folders": "engine system disk store writer",
     # the daemon
     "cache": "limits reads engine formats system",
     "server": "_version limits protocol config engine formats reads dataset disk system cache "
     "store",
     # the client
     "client": "_version limits protocol engine formats reads dataset disk system store",
-    "reader": "formats dataset disk client store",
-    "aio": "dataset client reader",
+    "reader": "formats dataset disk client store folders",
+    "aio": "dataset client reader folders",
     # inputs of programs
     "inputs": "order formats disk store ffserve",
     # tables
@@ -89,7 +89,7 @@ DOORS = {
     "disk.output": ("arrow bench compat convert inputs", "output is complete or absent"),
     "disk.shardfile": ("arrow cli", "tables are read by block, shown, and written as index files"),
     "engine.codec": ("arrow convert doctor", "checksums of frames that are not read as samples"),
-    "engine.example": ("arrow", "Examples are decoded to columns in C"),
+    "engine.example": ("arrow torch", "Examples are decoded to columns in C"),
     "engine.fuse": ("view", "requests that need no Python are answered in C"),
     "engine.io": ("bench doctor", "direct reads, and which engines this machine has"),
     "engine.shm": ("torch", "a flag in shared memory"),

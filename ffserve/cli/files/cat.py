@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import sys
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.cli.files.record_files import batches_of, folders_of
+from ffserve.cli.files.record_files import batches_of
 from ffserve.cli.flags import format_option
 from ffserve.errors import UsageError, outside
 
 if TYPE_CHECKING:
-    from ffserve.folders import Folder
+    import ffserve
 
 
 def _is_text(sample: NDArray[np.uint8]) -> bool:
@@ -83,10 +83,9 @@ def cat(
 
     with ffserve.open(file, format=format_name, server=server) as reader:
         asked = [(word, _as_indices(word, len(reader))) for word in which]
-        folders = folders_of(reader) if any(indices is None for _, indices in asked) else []
         # All words are checked before anything is written.
         wanted = [
-            [_named(folders, word, file)] if indices is None else indices for word, indices in asked
+            [_named(reader, word, file)] if indices is None else indices for word, indices in asked
         ]
         for indices in wanted:
             if len(indices) == 1:
@@ -97,18 +96,15 @@ def cat(
     return 0
 
 
-def _named(folders: list[tuple[int, Folder]], name: str, file: str) -> int:
+def _named(reader: ffserve.Reader, name: str, file: str) -> int:
     """Return the index of the sample with a name."""
-    for first, folder in folders:
-        node: Any = folder
-        for part in PurePath(name).parts:
-            node = node.get(part) if isinstance(node, dict) else None
-        if isinstance(node, int):
-            return first + node
-    raise UsageError(
-        f"no sample has the name {name!r}"
-        if folders
-        else f"{name!r} is not an index, and the file has no names",
-        path=file,
-        hint="'ffserve ls' lists the samples and their names",
-    )
+    try:
+        return reader.index_of("/".join(PurePath(name).parts))
+    except LookupError:
+        raise UsageError(
+            f"no sample has the name {name!r}"
+            if reader.names
+            else f"{name!r} is not an index, and the file has no names",
+            path=file,
+            hint="'ffserve ls' lists the samples and their names",
+        ) from None

@@ -12,14 +12,12 @@ import click
 import numpy as np
 
 from ffserve.cli import report
-from ffserve.cli.files.record_files import folders_of
 from ffserve.cli.flags import format_option, json_option
 from ffserve.cli.terminal import write_json_rows, write_lines
 from ffserve.errors import FFServeError, outside, printable
 
 if TYPE_CHECKING:
     import ffserve
-    from ffserve.folders import Folder
 
 STEP_COUNT = 16_384
 """This many samples are listed at a time, since the sizes of samples in chunks must be read."""
@@ -44,23 +42,19 @@ class _Row(NamedTuple):
         }
 
 
-def _rows(
-    reader: ffserve.Reader, folders: dict[int, Folder], start: int, stop: int
-) -> Iterator[_Row]:
-    """Yield the samples [start, stop). `folders`: as of `folders_of`."""
-    from ffserve import folders as packed_folders
-
-    for shard in reader.shards:
+def _rows(reader: ffserve.Reader, names: list[str], start: int, stop: int) -> Iterator[_Row]:
+    """Yield the samples [start, stop). `names`: of all samples, or none."""
+    shards = reader.shards
+    for position, shard in enumerate(shards):
         first, end = max(start, shard.first), min(stop, shard.first + shard.count)
         if first >= end:
             continue
-        named = packed_folders.names(folders[shard.first]) if shard.first in folders else {}
-        checksums = reader.tables(reader.shards.index(shard))[2]
+        checksums = reader.tables(position)[2]
         for low in range(first, end, STEP_COUNT):
             indices = np.arange(low, min(low + STEP_COUNT, end))
             for index, size in zip(indices.tolist(), reader.sizes(indices).tolist(), strict=True):
-                number = index - shard.first
-                yield _Row(shard.path, index, size, int(checksums[number]), named.get(number))
+                name = (names[index] or None) if names else None
+                yield _Row(shard.path, index, size, int(checksums[index - shard.first]), name)
 
 
 def _lines(rows: Iterable[_Row], *, several: bool) -> Iterator[str]:
@@ -103,8 +97,8 @@ def _show(lines: Iterator[str]) -> None:
 def ls(file: str, start: int, count: int | None, format_name: str | None, as_json: bool) -> int:
     """List the samples of a record file: index, size in bytes, checksum, and name.
 
-    FILE is a file, a directory or a pattern. A file made by 'ffserve pack' has names; its last
-    sample contains them. Samples are not read, except to learn their sizes in RecordIO. The
+    FILE is a file, a directory or a pattern. A file made by 'ffserve pack' has names.
+    Samples are not read, except to learn their sizes in RecordIO. The
     checksum is the one that the file stores, in RecordIO of the whole chunk. If the names are
     damaged, the list has none, and the exit code is 1.
     On a terminal the list is shown in your pager ($PAGER).
@@ -120,12 +114,12 @@ def ls(file: str, start: int, count: int | None, format_name: str | None, as_jso
         if start > len(reader):
             raise outside(start, len(reader)).located(path=file)
         stop = len(reader) if count is None else min(start + count, len(reader))
-        code, folders = 0, {}
+        code, names = 0, list[str]()
         try:
-            folders = dict(folders_of(reader))
-        except FFServeError as error:  # the sample with the names is damaged
+            names = reader.names
+        except FFServeError as error:  # they are damaged
             code = report(error)
-        rows, several = _rows(reader, folders, start, stop), len(reader.shards) > 1
+        rows, several = _rows(reader, names, start, stop), len(reader.shards) > 1
         if as_json:
             write_json_rows(row.facts() for row in rows)
         else:

@@ -32,19 +32,30 @@ from ffserve.errors import printable
     help="Number of processes; each writes one shard at a time.",
 )
 @click.option("--force", is_flag=True, help="Replace OUT if it is an existing file.")
+@click.option(
+    "--labels", metavar="FILE",
+    help="A .csv, .json or .parquet file with columns for each file, by its 'name'.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Write the result as JSON.")
 def pack(
-    paths: tuple[str, ...], out: str, shards: int, jobs: int, force: bool, as_json: bool
+    paths: tuple[str, ...],
+    out: str,
+    shards: int,
+    jobs: int,
+    force: bool,
+    labels: str | None,
+    as_json: bool,
 ) -> int:
     """Pack a directory or files into record files (FFRecord).
 
-    Names are stored in an additional sample at the end of each file, as in ffrecord's
-    PackedFolder. OUT takes its name when it is complete and on disk; after an error nothing of it
-    remains.
+    Names, and labels if there are any, are stored at the end of each file, as in ffrecord's
+    PackedFolder; readers show the files only. OUT takes its name when it is complete and on disk;
+    after an error nothing of it remains.
 
     \b
       ffserve pack photos/ -o photos.ffr
       ffserve pack photos/ -o /data/photos --shards 64 --jobs 8
+      ffserve pack photos/ -o photos.ffr --labels photos.csv
       ffserve cat photos.ffr cats/tom.jpg > tom.jpg
     """
     from ffserve import folders as packed_folders
@@ -56,6 +67,7 @@ def pack(
             shards=shards,
             jobs=jobs,
             force=force,
+            labels=labels,
             progress=lambda _count, size: shown.advance(size),
         )
     if as_json:

@@ -5,17 +5,12 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.errors import ReadError
 from ffserve.store.urls import is_url
-
-if TYPE_CHECKING:
-    import ffserve
-    from ffserve.folders import Folder
 
 BATCH_SIZE = 32 << 20
 """One read of cat requests at most this many bytes, unless a single sample is larger."""
@@ -38,23 +33,6 @@ def files_of(paths: tuple[str, ...], format_name: str | None) -> list[str]:
                 raise
             files.append(path if is_url(path) else os.path.abspath(path))
     return files
-
-
-def folders_of(reader: ffserve.Reader) -> list[tuple[int, Folder]]:
-    """Return the first index and the names of each shard that has names."""
-    from ffserve import folders as packed_folders
-
-    folders = []
-    for shard in reader.shards:
-        if shard.count and shard.format == "ffrecord":  # other formats have no names
-            last = shard.first + shard.count - 1
-            [sample] = reader.read([last])
-            if packed_folders.is_index(sample[:16].tobytes()):
-                folder = packed_folders.decode(
-                    sample.data, shard.count - 1, path=shard.path, index=last
-                )
-                folders.append((shard.first, folder))
-    return folders
 
 
 def batches_of(sizes: NDArray[np.int64]) -> Iterator[range]:

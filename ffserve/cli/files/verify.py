@@ -74,7 +74,8 @@ def _verify_file(path: str, format_name: str | None, findings: _Findings) -> Non
     try:
         # Tolerant: a file with damage between its samples is read to its end. With `seen` no index
         # file is used, which would hide damage of the records' headers.
-        with Reader((path,), format_name, "off", True, tolerant=True, seen=seen) as reader:
+        about = (path,), format_name, "off", True
+        with Reader(*about, tolerant=True, seen=seen, whole=True) as reader:
             for first, batch, failed in reader.scan():
                 for position, error in failed.items():
                     findings.sample(path, first + position, error)

@@ -110,14 +110,14 @@ def demo(
         jobs = []
         for number in (1, 2):
             say(f"{number + 2}. Job {number}: ", newline=False)
-            jobs.append(_run_job(command, daemon, packed.samples * epochs, say))
+            jobs.append(_run_job(command, daemon, packed.files * epochs, say))
         final = daemon.status()
         seconds = daemon.stop()
     result = {
         "framework": jobs[0]["framework"],
         "engine": final["engine"]["kind"],
         "files": packed.files,
-        "samples": packed.samples,
+        "samples": packed.files,
         "size_bytes": packed.size,
         "read_from_disk_bytes": final["cache"]["read_size"],
         "checksum_failures": final["cache"]["checksum_failures"],
@@ -148,10 +148,9 @@ class Narration:
 
 @dataclass(frozen=True)
 class Packed:
-    """Counts of the packed data; each shard has one more sample than files: the names."""
+    """Counts of the packed data."""
 
     files: int
-    samples: int
     size: int
 
 
@@ -201,10 +200,9 @@ def _pack(files: dict[str, str], work: str, data: str, say: Narration) -> Packed
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     with ffserve.open(written.paths, server="off") as reader:
-        samples = len(reader)
         size = int(reader.sizes().sum())
     say(f": {format_size(written.bytes)} in {len(written.paths)} FFRecord shards, {seconds:.1f} s")
-    return Packed(written.files, samples, size)
+    return Packed(written.files, size)
 
 
 # --------------------------------------------------------------------------- the jobs
