@@ -79,7 +79,7 @@ def test_other_files(packed: Path) -> None:
     texts = DatasetFolder(packed, content, (".txt",), allow_empty=True)
     assert texts.samples == by_torchvision(root, lambda path: path.lower().endswith(".txt"))[1]
     hidden = ImageFolder(
-        packed, loader=content, is_valid_file=lambda n: "/." in n, allow_empty=True
+        packed, loader=content, is_valid_file=lambda n: "/." in f"/{n}", allow_empty=True
     )
     assert hidden.samples == by_torchvision(root, lambda path: "/." in path)[1]
 
