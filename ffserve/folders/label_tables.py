@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ffserve.disk.files import os_error
@@ -66,7 +66,11 @@ def read(path: str) -> dict[str, dict[str, Any]]:
     Raises:  UsageError: another file, no names, a name that comes twice, a value that JSON cannot
              hold. MissingFile, AccessDenied, ReadError.
     """
-    readers = {".csv": _csv_rows, ".json": _json_rows, ".parquet": _parquet_rows}
+    readers: dict[str, Callable[[str], list[Any]]] = {
+        ".csv": _csv_rows,
+        ".json": _json_rows,
+        ".parquet": _parquet_rows,
+    }
     read_rows = readers.get(os.path.splitext(path)[1].lower())
     if read_rows is None:
         raise UsageError(

@@ -244,9 +244,8 @@ def key_of(dataset: Any) -> tuple[bytes, str]:
         source = inspect.getsource(function)
     except (OSError, TypeError):  # typed in, not in a file
         source = repr(_code(getattr(function, "__code__", None)))
-    parts = (__version__, name, source, text, torch.__version__, np.__version__)
-    if dataset._columns is not None:
-        parts += (repr(dataset._columns),)
+    features = () if dataset._columns is None else (repr(dataset._columns),)
+    parts = (__version__, name, source, text, torch.__version__, np.__version__, *features)
     digest = hashlib.sha256(repr(parts).encode())
     return digest.digest(), name
 

@@ -80,11 +80,12 @@ def test_process_and_prepare_get_columns(records: Path) -> None:
 
 
 def test_what_does_not_fit_is_an_error(records: Path, tmp_path: Path) -> None:
-    for features, text in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"label": bytes}, r"sample 7: feature 'label' holds integers, not <class 'bytes'>"),
         ({"boxes": float}, r"feature 'boxes' holds several values.*list\[float\]"),
         ({"nothing": int}, r"sample 7: the record has no feature 'nothing'"),
-    ):
+    ]
+    for features, text in cases:
         with pytest.raises(FormatError, match=text) as caught:
             Dataset(records, features=features)[[7, 8]]
         assert caught.value.path == str(records)
@@ -95,7 +96,8 @@ def test_what_does_not_fit_is_an_error(records: Path, tmp_path: Path) -> None:
         Dataset(tmp_path / "other.tfrecord", features={"text": str})[[0]]
     with pytest.raises(FormatError, match="feature 'text' is not UTF-8"):
         Dataset(tmp_path / "other.tfrecord", features={"text": str})[[1]]
-    for features, text in (({}, "features is empty"), ({"x": dict}, "feature 'x' cannot be")):
+    cases = [({}, "features is empty"), ({"x": dict}, "feature 'x' cannot be")]
+    for features, text in cases:
         with pytest.raises(UsageError, match=text):
             Dataset(records, features=features)
 
