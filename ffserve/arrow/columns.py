@@ -28,6 +28,7 @@ _KIND_NAMES = {
     engine.FLOAT: "floats",
     engine.INT64: "integers",
 }
+_FIT = "give a schema that fits"
 
 
 class Place(NamedTuple):
@@ -158,23 +159,24 @@ def _explained(fault: Fault, schema: Any, record: str, place: Place) -> FormatEr
     column = schema.names[fault.column] if fault.column >= 0 else None
     wanted = schema.field(fault.column).type if fault.column >= 0 else None
     found = _KIND_NAMES.get(fault.kind, "values")
+    nested = wanted is not None and leaf_of("", wanted).depth == 2
     texts = {
         engine.MALFORMED: (
             f"the record is not a tf.train.{record}",
             "read it with the record type that was written: Example, SequenceExample or ByteArray",
         ),
-        engine.KIND: (f"it holds {found}, which are not {wanted}", "give a schema that fits"),
+        engine.KIND: (f"it holds {found}, and the schema says {wanted}", _FIT),
         engine.SEVERAL: (
-            f"it holds several values where one {wanted} is expected",
+            f"it holds several {found}, and the schema says one {wanted}",
             "give the column an array type",
         ),
         engine.PLACE: (
-            f"it is {wanted} in the schema, but not in the record: only a feature list of a "
-            "SequenceExample is an array of arrays",
-            "give a schema that fits",
+            f"it is {'a feature' if nested else 'a feature list'}, and the schema says {wanted}: "
+            "a feature list of a SequenceExample, and nothing else, is an array of arrays",
+            _FIT,
         ),
         engine.INEXACT: (
-            f"it holds an integer that {wanted} cannot hold exactly",
+            f"it holds an integer (int64), which the {wanted} of the schema cannot hold exactly",
             "give a schema with bigint, or with double for integers up to 2^53",
         ),
         engine.LARGE: (
@@ -224,7 +226,7 @@ def _items(column: Decoded, name: str, leaf: Leaf, place: Place, mask: Any) -> A
         return array
     if pa.types.is_int32(type):
         narrow = values.astype(np.int32)
-        _check_fit(narrow == values, column, name, place, f"a value does not fit into {type}")
+        _check_fit(narrow == values, column, name, place, _unfit("an integer (int64)", type))
         values = narrow
     elif pa.types.is_decimal128(type):
         return _decimals(column, name, type, place, mask)
@@ -233,7 +235,7 @@ def _items(column: Decoded, name: str, leaf: Leaf, place: Place, mask: Any) -> A
 
 def _decimals(column: Decoded, name: str, type: Any, place: Place, mask: Any) -> Any:
     fit = np.abs(column.values) < 10.0 ** (type.precision - type.scale)
-    _check_fit(fit, column, name, place, f"a value does not fit into {type}")
+    _check_fit(fit, column, name, place, _unfit("a number", type))
     array = _decimals_of(column.values, type)
     return pa.Array.from_buffers(type, len(array), [mask, array.buffers()[1]])
 
@@ -248,6 +250,10 @@ def _decimals_of(values: NDArray[np.float64], type: Any) -> Any:
     compute = importlib.import_module("pyarrow.compute")  # 70 ms, which most programs need not pay
     rounded = compute.round(exact, ndigits=type.scale, round_mode="half_towards_infinity")
     return rounded.cast(type)
+
+
+def _unfit(value: str, type: Any) -> str:
+    return f"it holds {value} that does not fit into the {type} of the schema"
 
 
 def _check_fit(fit: Any, column: Decoded, name: str, place: Place, text: str) -> None:
@@ -265,7 +271,7 @@ def _check_text(array: Any, column: Decoded, name: str, place: Place) -> None:
                 (value.as_py() or b"").decode()
             except UnicodeDecodeError:
                 row = _row_of(item, column.outer, column.inner)
-                text = "it holds bytes that are not UTF-8"
+                text = f"it holds a byte string that is not UTF-8, and the schema says {array.type}"
                 raise place.error(row, name, text, "give the column the type binary") from None
         raise
 
@@ -375,10 +381,10 @@ def _floats(items: Any, leaf: Leaf, name: str, edges: Any, place: Place) -> NDAr
     with np.errstate(over="ignore", invalid="ignore"):
         narrow = wide.astype(np.float32)
     fit = ~(np.isinf(narrow) & ~np.isinf(wide))
-    text = "a value does not fit into 32 bits, and an Example holds floats of 32 bits"
+    text = f"it holds a {leaf.type} that does not fit into the floats of an Example (32 bits)"
     if pa.types.is_decimal128(leaf.type):
         fit = _survives(items, narrow, leaf.type)
-        text = f"a {leaf.type} has more digits than a float of 32 bits, which an Example holds"
+        text = f"it holds a {leaf.type} with more digits than the floats of an Example"
     if items.null_count:
         fit |= items.is_null().to_numpy(zero_copy_only=False)
     if not fit.all():

@@ -31,7 +31,8 @@ class TableOutput:
     """The settings by which a table is written.
 
     compression: "none", "gzip", "zlib" or "snappy"; "" for the format's own choice. partition_by:
-    columns that become directories. max_records: per file; 0 for any number.
+    columns that become directories. max_records: per file; 0 for any number. partition_names: names
+    of the directories' columns, if they differ from those of the table.
     """
 
     format: str
@@ -39,6 +40,7 @@ class TableOutput:
     compression: str = ""
     partition_by: tuple[str, ...] = ()
     max_records: int = 0
+    partition_names: tuple[str, ...] = ()
 
 
 def check_write(output: TableOutput, schema: Any) -> None:
@@ -117,7 +119,7 @@ def _write_batch(
     if not columns:
         files.write("", payload, edges)
         return
-    for directory, rows in _groups(batch, columns):
+    for directory, rows in _groups(batch, columns, output.partition_names or columns):
         if len(rows) == batch.num_rows:
             files.write(directory, payload, edges)
         else:
@@ -137,8 +139,11 @@ def _encoded(
     return values[edges[0] : edges[-1]], edges - int(edges[0])
 
 
-def _groups(batch: Any, columns: Sequence[str]) -> Iterator[tuple[str, NDArray[np.int64]]]:
-    """Yield the directory of each partition in a batch, and its rows."""
+def _groups(
+    batch: Any, columns: Sequence[str], names: Sequence[str]
+) -> Iterator[tuple[str, NDArray[np.int64]]]:
+    """Yield the directory of each partition in a batch, and its rows. Args: names: of the columns
+    in directories."""
     codes = np.zeros(batch.num_rows, np.int64)
     encoded = []
     for name in columns:
@@ -153,7 +158,7 @@ def _groups(batch: Any, columns: Sequence[str]) -> Iterator[tuple[str, NDArray[n
     for rows in np.split(order, starts[1:]):
         if len(rows):
             values = [texts[indices[rows[0]]] for texts, indices in encoded]
-            yield hive.directory_of(columns, values), rows
+            yield hive.directory_of(names, values), rows
 
 
 def _taken(

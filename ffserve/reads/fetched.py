@@ -132,15 +132,15 @@ class FetchingEngine:
                 about = each.file, each.kind, wrong[some]
                 again.append(_Range.asked(*about, begins[some], ends[some]))
         for each in again:
-            _settle(batch, each)
+            _settle(batch, each, again=True)
             if (batch.records["status"][each.rows] == 0).any():
                 each.file.corrected()
         batch.ended_elsewhere()
 
 
-def _settle(batch: EngineBatch, fetched: _Range) -> Int64s:
+def _settle(batch: EngineBatch, fetched: _Range, *, again: bool = False) -> Int64s:
     """Wait for a range; verify its records, and copy them to their destinations. Return those whose
-    checksum is wrong."""
+    checksum is wrong. Args: again: they were wrong before, which they stay if none come now."""
     rows, records = fetched.rows, batch.records
     starts = records["offset"][rows].astype(np.int64) - fetched.begin
     lengths = records["length"][rows].astype(np.int64)
@@ -153,8 +153,9 @@ def _settle(batch: EngineBatch, fetched: _Range) -> Int64s:
         except FFServeError as error:
             lost = (starts < high) & (starts + lengths > low)
             there &= ~lost
-            batch.errors.update(dict.fromkeys(rows[lost].tolist(), error))
-    records["status"][rows[~there]] = STATUS_FORMAT
+            if not again:
+                batch.errors.update(dict.fromkeys(rows[lost].tolist(), error))
+                records["status"][rows[lost]] = STATUS_FORMAT
     rows, starts, lengths = rows[there], starts[there], lengths[there]
     scatter(content, starts, lengths, records["dest"][rows])
     if not fetched.kind:

@@ -34,6 +34,7 @@ _TABLE_OPTIONS = ("owner", "provider", "location", "external", "comment", "colla
 _WRITE_OPTIONS = ("path", "recordType", "codec", "maxRecordsPerFile", "partitionOverwriteMode")
 
 JOB, SAVE_MODE, PARTITION_BY = "ffserve.job", "ffserve.mode", "ffserve.partitionBy"
+PARTITION_NAMES = "ffserve.partitionNames"
 """Options that the wrapper of DataFrameWriter sets; see ``wrapping.py``."""
 
 
@@ -72,6 +73,7 @@ class WriteOptions:
     compression: str
     """"none", "gzip", "zlib" or "snappy"; "" for the format's own choice."""
     partition_by: tuple[str, ...]
+    partition_names: tuple[str, ...]
     max_records: int
     """Per file; 0 for any number."""
     dynamic: bool
@@ -125,7 +127,8 @@ def write_options(format: str, options: Mapping[str, str]) -> WriteOptions:
         )
     if not options.get("path"):
         raise UsageError("no path", hint="save(path)")
-    _refuse_unknown(format, options, (*_WRITE_OPTIONS, JOB, SAVE_MODE, PARTITION_BY))
+    own = JOB, SAVE_MODE, PARTITION_BY, PARTITION_NAMES
+    _refuse_unknown(format, options, (*_WRITE_OPTIONS, *own))
     overwriting = options.get("partitionOverwriteMode", "static").lower()
     if overwriting not in ("static", "dynamic"):
         raise UsageError(f"partitionOverwriteMode must be static or dynamic, not {overwriting!r}")
@@ -134,6 +137,7 @@ def write_options(format: str, options: Mapping[str, str]) -> WriteOptions:
         _record_type(format, options),
         _compression(format, options),
         tuple(json.loads(options.get(PARTITION_BY, "[]"))),
+        tuple(json.loads(options.get(PARTITION_NAMES, "[]"))),
         _count(options, "maxRecordsPerFile"),
         overwriting == "dynamic",
         options[SAVE_MODE],

@@ -19,7 +19,7 @@ from pyspark.sql import DataFrameWriter
 
 from ffserve.arrow import hive, staged_output
 from ffserve.spark.data_source import NAMES
-from ffserve.spark.options import JOB, PARTITION_BY, SAVE_MODE
+from ffserve.spark.options import JOB, PARTITION_BY, PARTITION_NAMES, SAVE_MODE
 
 _MODES = {"error": "error", "errorifexists": "error", "default": "error", "append": "append"}
 _MODES |= {"overwrite": "overwrite", "ignore": "ignore"}
@@ -128,7 +128,9 @@ def _save_records(writer: Any, path: str | None) -> None:
     given = path if path is not None else state["options"].get("path")
     mode = _MODES.get(str(state.get("mode", "error")).lower(), "error")
     conf, options = writer._spark.conf, state["options"]
-    added = {PARTITION_BY: json.dumps(_partition_columns(writer)), SAVE_MODE: mode}
+    given_names = list(state.get("columns", []))
+    added = {PARTITION_BY: json.dumps(_partition_columns(writer, given_names))}
+    added |= {PARTITION_NAMES: json.dumps(given_names), SAVE_MODE: mode}
     added[JOB] = job = uuid.uuid4().hex
     for name in ("maxRecordsPerFile", "partitionOverwriteMode"):
         if name.lower() not in options:
@@ -157,9 +159,10 @@ def _save_records(writer: Any, path: str | None) -> None:
             staged_output.OutputJob(target, job, "append", created).discard()
 
 
-def _partition_columns(writer: Any) -> list[str]:
-    """Return the names of the table's columns that were given, unless told in another case."""
-    given, known = list(_state(writer).get("columns", [])), writer._df.columns
+def _partition_columns(writer: Any, given: list[str]) -> list[str]:
+    """Return the table's columns of the given names, which may be in another case. The directories
+    have the given names, as Spark's own formats have (`AttributeSeq.resolve`)."""
+    known = writer._df.columns
     if str(writer._spark.conf.get("spark.sql.caseSensitive")).lower() == "true":
         return given
     by_key = {name.lower(): name for name in known}

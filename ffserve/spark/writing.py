@@ -38,6 +38,7 @@ class RecordWriter(DataSourceArrowWriter):
             options.compression,
             options.partition_by,
             options.max_records,
+            options.partition_names,
         )
         self._not_null = frozenset(one.name for one in schema if not one.nullable)
         check_write(self._output, to_arrow_schema(schema, timezone="UTC"))

@@ -114,6 +114,25 @@ def write_at(fd: int, content: bytes, at: int) -> None:
         at, view = at + done, view[done:]
 
 
+def copy_range(source: int, to: int, start: int, end: int) -> bool:
+    """Write bytes of a file to the same place in another one, within the kernel: Btrfs and XFS
+    share them until one of both is changed (copy_file_range(2), Linux 4.5). Return False where it
+    cannot, and if the file ends before. Raises: OSError."""
+    while start < end:
+        try:
+            done = os.copy_file_range(source, to, end - start, start, start)
+        except AttributeError:  # a Python for an old C library
+            return False
+        except OSError as error:
+            if error.errno in _NO_COPY:
+                return False
+            raise
+        if not done:
+            return False
+        start += done
+    return True
+
+
 def create(directory: str, text: str, size: int, block_size: int) -> None:
     """Make the files of an object without blocks. Raises: OSError."""
     os.mkdir(directory, 0o700)
@@ -380,22 +399,8 @@ class StoredObject:
         return b"".join(parts)
 
     def copy_to(self, fd: int, start: int, end: int) -> bool:
-        """Write bytes of blocks that are there, and pinned, to the same place in another file,
-        within the kernel: Btrfs and XFS share them until one of both is changed
-        (copy_file_range(2), Linux 4.5). Return False where it cannot. Raises: OSError."""
-        while start < end:
-            try:
-                done = os.copy_file_range(self._data_fd, fd, end - start, start, start)
-            except AttributeError:  # a Python for an old C library
-                return False
-            except OSError as error:
-                if error.errno in _NO_COPY:
-                    return False
-                raise
-            if not done:
-                return False  # the store's file was truncated; who reads it says so
-            start += done
-        return True
+        """See `copy_range`; of bytes of blocks that are there, and pinned."""
+        return copy_range(self._data_fd, fd, start, end)
 
     def read_index(self, name: str) -> bytes:
         """Return what `Store.keep_index` kept; b"" if there is nothing."""

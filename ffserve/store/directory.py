@@ -84,15 +84,19 @@ class _Candidate:
     block: int
 
 
+def cache_directory() -> str:
+    """Return the place in the cache of this user."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return os.path.join(base, "ffserve")
+
+
 def default_directory() -> str:
     """Return the store of this user's own daemon, and of the commands that fetch without one:
     ``$FFSERVE_STORE``, else in the user's cache.
 
     Raises: UsageError if there is no such place.
     """
-    named = os.environ.get("FFSERVE_STORE")
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    directory = named or os.path.join(base, "ffserve", "store")
+    directory = os.environ.get("FFSERVE_STORE") or os.path.join(cache_directory(), "store")
     if not os.path.isabs(directory):
         raise UsageError(
             f"the directory of the store is not an absolute path: {directory!r}",

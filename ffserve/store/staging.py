@@ -4,6 +4,10 @@ Blocks are fetched into a store below the directory (``.ffserve-stage``), so an 
 continues where it ended, and concurrent runs fetch each block once. A file gets its name when it is
 complete and synced. Its version is recorded beside it: a file that exists already is not fetched
 again, and one whose object has changed is replaced.
+
+A user's runs on one machine fetch a version once, also to different directories: who stages it
+holds the lock of its note in the user's cache, and leaves there where the file is. The next run
+copies that file, unless it is gone or was changed.
 """
 
 from __future__ import annotations
@@ -15,25 +19,35 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 
 from ffserve.disk.files import os_error
 from ffserve.errors import FFServeError, ReadError, UsageError
 from ffserve.store import urls
-from ffserve.store.blocks import lock
-from ffserve.store.directory import Store
-from ffserve.store.fetching import NOW, Fetcher, OpenObject, Outcome, listing
+from ffserve.store.blocks import boot_id, copy_range, lock
+from ffserve.store.directory import Store, cache_directory
+from ffserve.store.fetching import NOW, Fetcher, OpenObject, Outcome, Threads, listing
 from ffserve.store.origin import ObjectVersion
 
 HIDDEN = ".ffserve-stage"
 FILES_AT_ONCE = 4
+STOP_S = 5.0
+"""An interrupted run waits this long for the pieces that are on their way."""
+FORGOTTEN_S = 30 * 86_400.0
+"""Notes of an earlier start of the machine are removed after this time."""
 _FINISH = 1 << 42
 """Lock of the state file of an object: its holder gives the file its name."""
+
+
+Facts: TypeAlias = dict[str, object]
+"""What is noted of a staged file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +126,8 @@ class Staging:
         except OSError as error:
             raise os_error(error, self.directory) from error
         self._fetcher = Fetcher(Store(hidden))
+        self._coming: set[Future[Outcome]] = set()
+        self._stopped = False
         self._check_room()
 
     def _check_room(self) -> None:
@@ -130,9 +146,20 @@ class Staging:
             )
 
     def run(self) -> list[Staged]:
-        """Stage all files, also after one that fails; return what became of each."""
-        with ThreadPoolExecutor(FILES_AT_ONCE, "ffserve-stage") as pool:
-            return list(pool.map(self._stage, self._items))
+        """Stage all files, also after one that fails; return what became of each. An exception of
+        this thread (Ctrl-C) ends it after the pieces that are on their way."""
+        threads = Threads("ffserve-stage", FILES_AT_ONCE)
+        futures: list[Future[Staged]] = [Future() for _ in self._items]
+        for item, future in zip(self._items, futures, strict=True):
+            threads.put(NOW, partial(self._stage, item), future)
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            self._stopped = True
+            for future in futures:
+                future.cancel()
+            wait([piece for piece in list(self._coming) if not piece.cancel()], STOP_S)
+            raise
 
     def _stage(self, item: Item) -> Staged:
         url, path = urls.shown(item.identity.url), os.path.join(self.directory, item.name)
@@ -150,18 +177,23 @@ class Staging:
             self._advance(item.identity.size)
             return False
         self._check_foreign(item, path)
-        opened = self._fetcher.open(item.identity)
-        try:
-            if self._is_there(item):  # another run has just finished it
-                self._advance(item.identity.size)
-                return False
-            self._fetch(opened)
-            lock(opened.stored.state.fd, fcntl.F_WRLCK, _FINISH, wait=True)
-            if not self._is_there(item):
-                self._name(item, opened, path)
-            return True
-        finally:
-            self._fetcher.close(opened)
+        with _note_of_machine(item) as note:
+            opened = self._fetcher.open(item.identity)
+            try:
+                if self._is_there(item):  # another run has just finished it
+                    self._advance(item.identity.size)
+                    return False
+                if _copied(note, opened.stored.path):
+                    self._advance(item.identity.size)
+                else:
+                    self._fetch(opened)
+                lock(opened.stored.state.fd, fcntl.F_WRLCK, _FINISH, wait=True)
+                if not self._is_there(item):
+                    facts = self._name(item, opened, path)
+                    _write(note, {"path": path, **facts})
+                return True
+            finally:
+                self._fetcher.close(opened)
 
     def _fetch(self, opened: OpenObject) -> None:
         """Have all blocks; raise the first error, after the others have ended."""
@@ -176,14 +208,18 @@ class Staging:
         asked = self._fetcher.ask(opened, missing.tolist(), NOW, None)
         for block, future in asked.items():
             future.add_done_callback(partial(came, block))
+        self._coming.update(asked.values())
+        if self._stopped:
+            raise CancelledError
         failed = [error for future in asked.values() if (error := future.exception()) is not None]
+        self._coming.difference_update(asked.values())
         if failed:
             raise failed[0]
         if not stored.complete:
             raise ReadError("the disk has no room for the file", path=stored.path)
 
-    def _name(self, item: Item, opened: OpenObject, path: str) -> None:
-        """Give a complete file its name. Raises: OSError."""
+    def _name(self, item: Item, opened: OpenObject, path: str) -> Facts:
+        """Give a complete file its name; return what is noted of it. Raises: OSError."""
         stored = opened.stored
         fd = stored.open_data()
         try:
@@ -195,8 +231,7 @@ class Staging:
         finally:
             os.close(fd)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        note = {"name": item.name, "version": _version(item), "size": status.st_size,
-                "inode": status.st_ino, "mtime_ns": status.st_mtime_ns}  # fmt: skip
+        note: Facts = {"name": item.name, "version": _version(item), **_facts(status)}
         place = self._note_of(item)
         temporary = f"{place}.{os.getpid()}"
         with open(temporary, "w") as file:
@@ -211,6 +246,7 @@ class Staging:
         finally:
             os.close(directory)
         self._fetcher.store.remove(stored)
+        return note
 
     # ---- what is there --------------------------------------------------------------------
 
@@ -218,11 +254,9 @@ class Staging:
         name = hashlib.blake2b(os.fsencode(item.name), digest_size=16).hexdigest()
         return os.path.join(self.directory, HIDDEN, "done", name)
 
-    def _note(self, item: Item) -> dict[str, object]:
-        with contextlib.suppress(OSError, ValueError), open(self._note_of(item)) as file:
-            note = json.load(file)
-            if isinstance(note, dict):
-                return note
+    def _note(self, item: Item) -> Facts:
+        with contextlib.suppress(OSError), open(self._note_of(item)) as file:
+            return _read(file.fileno())
         return {}
 
     def _is_there(self, item: Item) -> bool:
@@ -230,14 +264,12 @@ class Staging:
         note = self._note(item)
         return note.get("version") == _version(item) and self._is_noted(item, note)
 
-    def _is_noted(self, item: Item, note: dict[str, object]) -> bool:
+    def _is_noted(self, item: Item, note: Facts) -> bool:
         try:
             found = os.lstat(os.path.join(self.directory, item.name))
         except OSError:
             return False
-        facts = found.st_size, found.st_ino, found.st_mtime_ns
-        noted = note.get("size"), note.get("inode"), note.get("mtime_ns")
-        return stat.S_ISREG(found.st_mode) and facts == noted
+        return _fits(note, found)
 
     def _check_foreign(self, item: Item, path: str) -> None:
         """Raise UsageError if the name is taken by a file that was not staged, or changed since."""
@@ -247,6 +279,76 @@ class Staging:
                 path=path,
                 hint="remove it, or stage to another directory",
             )
+
+
+# ---- once per machine ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _note_of_machine(item: Item) -> Iterator[int]:
+    """Yield a descriptor of the note of a version on this machine, locked; -1 without a cache in
+    which files can be locked. Machines may share the cache, and do not wait for one another."""
+    fd = -1
+    try:
+        with contextlib.suppress(OSError, FFServeError):
+            notes = os.path.join(cache_directory(), "staged")
+            directory = os.path.join(notes, boot_id().decode())
+            if not os.path.isdir(directory):
+                os.makedirs(directory, 0o700, exist_ok=True)
+                _remove_old(notes)
+            place = os.path.join(directory, _version(item))
+            fd = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield fd
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _remove_old(notes: str) -> None:
+    """Remove notes of earlier starts of this machine, or of others, that are older than
+    FORGOTTEN_S."""
+    for entry in list(os.scandir(notes)):
+        if time.time() - entry.stat().st_mtime > FORGOTTEN_S:
+            shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _copied(note: int, to: str) -> bool:
+    """Copy the file of a note; return False if that fails, or it is not what was staged."""
+    facts, flags = _read(note), os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with contextlib.suppress(KeyError, OSError):
+        source = os.open(str(facts["path"]), os.O_RDONLY | flags)
+        with open(source, "rb") as file, open(to, "rb+") as copy:
+            if not _fits(facts, os.fstat(source)):
+                return False
+            if not copy_range(source, copy.fileno(), 0, os.fstat(source).st_size):
+                shutil.copyfileobj(file, copy)
+            return _fits(facts, os.fstat(source))
+    return False
+
+
+def _facts(status: os.stat_result) -> Facts:
+    return {"size": status.st_size, "inode": status.st_ino, "mtime_ns": status.st_mtime_ns}
+
+
+def _fits(note: Facts, status: os.stat_result) -> bool:
+    """Whether a file is the one that a note is about, and unchanged."""
+    return stat.S_ISREG(status.st_mode) and _facts(status).items() <= note.items()
+
+
+def _read(fd: int) -> Facts:
+    """Return the note in a file, which may be empty or cut."""
+    with contextlib.suppress(OSError, ValueError):
+        note = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
+        if isinstance(note, dict):
+            return note
+    return {}
+
+
+def _write(fd: int, note: Facts) -> None:
+    with contextlib.suppress(OSError):
+        os.truncate(fd, 0)
+        os.pwrite(fd, json.dumps(note).encode(), 0)
 
 
 def _version(item: Item) -> str:

@@ -19,6 +19,8 @@ import pytest
 from daemon import DEADLINE_S, Daemon, Raw, damage, ready, sample, until, write
 from http_daemon import answers, free_port, measured
 
+from ffserve.limits import MOST_PAGE_JOBS
+
 pytestmark = pytest.mark.page
 
 ROOT = Path(__file__).parents[2]
@@ -195,6 +197,42 @@ def test_names_are_text(browser: Any, busy: tuple[Daemon, str], tmp_path: Path) 
                 assert page.locator("#jobs img, #jobs script, #jobs b, #files b").count() == 0
                 assert page.evaluate("window.broken") is None
                 assert overflow(page) <= 0
+
+
+def test_ended_jobs_are_folded_below_those_that_run(browser: Any, tmp_path: Path) -> None:
+    """40 of them made a page of 7,000 pixels on a phone."""
+    path = write(tmp_path / "a.ffr", [sample(index, [500]) for index in range(50)])
+    with measured("--http-jobs", "all", patch=PATCH) as (daemon, address), daemon.open(path):
+        for number in range(40):
+            title = f"{HOSTILE} {number}"
+            with Raw(daemon.socket, job=f"j{number}", title=title, command=HOSTILE_COMMAND) as raw:
+                raw.open(path)
+        for size in SIZES:
+            with opened(browser, address, size) as page:
+                running, ended = (page.locator(f"#{id} tbody tr") for id in ("jobs", "ended"))
+                running.wait_for()
+                heading = page.locator("#ended h2")
+                assert heading.inner_text().lower() == "40 ended jobs"
+                assert running.bounding_box()["y"] < heading.bounding_box()["y"]
+                folded = height(page)
+                assert folded < 2500 and overflow(page) <= 0
+                assert not ended.first.is_visible()
+                heading.click()
+                ended.nth(4).wait_for()
+                assert (running.count(), ended.count()) == (1, 5)
+                assert f"{HOSTILE} 39" in ended.first.inner_text(), "the last one first"
+                page.locator("#ended button").click()
+                ended.nth(30).wait_for()
+                assert ended.count() == MOST_PAGE_JOBS - 1
+                assert page.locator("#ended p").inner_text() == "and 9 more: ffserve status --all"
+                assert height(page) > folded and overflow(page) <= 0
+                assert page.locator("#ended img, #ended script").count() == 0
+                assert page.evaluate("window.broken") is None
+
+
+def height(page: Any) -> int:
+    """Return the pixels of the whole page from top to bottom."""
+    return int(page.evaluate("document.documentElement.scrollHeight"))
 
 
 def test_numbers_change_without_loading_the_page_again(browser: Any, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import allocator
 import numpy as np
 import random_client
 from contents import (
@@ -722,6 +723,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
     client = Client(kind, int(number), int(seed), Path(folder), float(seconds))
     faulthandler.register(signal.SIGUSR2, all_threads=True)
+    allocator.report(str(client.folder / "used"))
     _canary(client.folder)
     print("begun", flush=True)
     KINDS[kind](client)

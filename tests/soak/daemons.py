@@ -138,11 +138,12 @@ def make(folder: Path) -> dict[str, Control]:
             ("succeeded", Daemon, (64, 32, 96), (), brief),
         ):
             sizes = tuple(size * MIB for size in arenas)
+            says = f"import allocator; allocator.report({str(folder / 'used')!r})\n"
             daemon = kind(
                 arena=str(sizes[0]),
                 options=[*everybody, "--max-arena", str(max(sizes)), *options],
                 expect=EXPECT,
-                patch=TRACEBACKS + statements,
+                patch=TRACEBACKS + says + statements,
             )
             daemon.environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
             made[name] = Control(daemon, sizes)

@@ -46,7 +46,7 @@ import random_client  # noqa: E402
 from contents import ALL, CHANGING, OVERWRITTEN, SOUND  # noqa: E402
 from counts import Counts  # noqa: E402
 from daemon import damage, until, write  # noqa: E402
-from measure import Series, growth  # noqa: E402
+from measure import Series, growth, quiet_size, sizes_of  # noqa: E402
 
 START_DEADLINE_S = 180.0
 """For a client to begin: torch takes seconds to import, and all of them begin together."""
@@ -322,14 +322,17 @@ class Run:
         self.folder, self.seed, self.seconds = folder, seed, seconds
         self.places = [place for place in PLACES if not kinds or place.kind in kinds]
         self.chance = random.Random(seed)
-        self.series = Series()
+        self.used = folder / "used"
+        self.series = Series(self.used)
         self.clients: dict[Place, Process] = {}
         self.attacks: list[Attack] = []
         self.incarnations: Counter[str] = Counter()
         self.checked_log: dict[str, int] = {}
         self.thirds: dict[str, dict[str, list[float]]] = {}
         self.lasted = 0.0
-        for name in ("sums", "state", "counts", "versions", "errors", "random", "hostile", "cache"):
+        for name in (
+            "sums", "state", "counts", "versions", "errors", "random", "hostile", "cache", "used",
+        ):  # fmt: skip
             (folder / name).mkdir()
         self._write_files()
         self.story = Story(folder / "story")
@@ -631,7 +634,14 @@ class Run:
             )
             most = self._quiet[name] + 8
             until(lambda d=daemon, n=most: d.fd_count() <= n, f"descriptors of {name} are closed")
-            self.story.add("quiet", f"{name}: {daemon.fd_count()} descriptors", counted=False)
+            size = quiet_size(daemon.status())
+            until(
+                lambda p=control.pid, s=size: sizes_of(p, self.used).used <= s,
+                f"{name} uses at most {size} bytes, which are known",
+            )
+            used = sizes_of(control.pid, self.used).used
+            text = f"{name}: {daemon.fd_count()} descriptors, {used} bytes of at most {size}"
+            self.story.add("quiet", text, counted=False)
         for control in self.daemons.values():
             control.end(signal.SIGTERM)
         self.check_logs()

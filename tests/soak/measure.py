@@ -1,45 +1,78 @@
-"""Sizes of processes over time, and whether they grow."""
+"""Sizes of processes over time, and whether they grow.
+
+Memory is judged by what a process uses: its private memory without what malloc keeps free for the
+next time (`allocator.py`). It goes up and down with what the process happens to do, by as much as
+caches, batches and messages may have; a leak raises its low values. So the lowest fifth of a third
+of the run is compared with that of the third before, and what a process may hold by its limits is
+no growth. When all clients have ended, a daemon holds what it held at its start, and the tables
+that its status names.
+"""
 
 from __future__ import annotations
 
 import os
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+from allocator import used_size
+
+from ffserve.client.local import local_chunks, windows
+from ffserve.limits import OWN_SIZE, TABLE_SAMPLE_SIZE
 
 MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one process: bytes of memory (resident; proportional share; private, not of files; in
-    memory files that it has open), descriptors, threads, mappings."""
+    """Of one process: bytes of memory (resident; proportional share; private, not of files; what it
+    uses of these; in memory files that it has open), descriptors, threads, mappings."""
 
     rss: int
     pss: int
     anonymous: int
+    used: int
     memory_files: int
     descriptors: int
     threads: int
     mappings: int
 
 
-GROWTH: dict[str, tuple[float, int]] = {
-    "anonymous": (1.1, 16 * MIB),
-    "memory_files": (1.0, 160 * MIB),
-    "descriptors": (1.1, 8),
-    "threads": (1.0, 4),
-    "mappings": (1.1, 32),
+def lowest_fifth(values: list[float]) -> float:
+    """Return the value below which a fifth of these are: a single one may be wrong, since memory
+    that malloc keeps may never have been written to, and then takes none."""
+    return sorted(values)[len(values) // 5]
+
+
+GROWTH: dict[str, tuple[Callable[[list[float]], float], float, int]] = {
+    "used": (lowest_fifth, 1.1, 16 * MIB),
+    "memory_files": (statistics.median, 1.0, 160 * MIB),
+    "descriptors": (statistics.median, 1.1, 8),
+    "threads": (statistics.median, 1.0, 4),
+    "mappings": (statistics.median, 1.1, 32),
 }
-"""The median of the last third of a run may be so many times that of the second third, and so much
-more: an arena is 64 to 192 MiB by chance. RSS and PSS are recorded and not judged: they count
-shared pages that others map or not."""
+"""The figure of the last third of a run may be so many times that of the second third, and so much
+more: an arena is 64 to 192 MiB by chance. RSS, PSS and private memory are recorded and not judged:
+they count pages that others map or not, and what malloc keeps."""
+KNOWN = {
+    "client alone": 64 * MIB
+    + local_chunks.KEPT_SIZE
+    + local_chunks.AHEAD_SIZE
+    + local_chunks.REUSED_SIZE
+    + 2 * windows.AHEAD_SIZE
+}
+"""What a kind of process may use: itself and the limits of its caches, which fill up."""
+QUIET_SIZE = 16 * MIB
+"""A quiet daemon may use this much more than OWN_SIZE, besides tables: 256 jobs, counters, log
+lines, and the pieces that Python's own allocator keeps."""
 FEWEST = 5
 """Measurements in a third, below which nothing is said."""
 
 
-def sizes_of(pid: int) -> Sizes:
-    """Measure a process. Raises: OSError, ValueError: it has ended."""
+def sizes_of(pid: int, said: Path) -> Sizes:
+    """Measure a process. Args: said: see `used_size`. Raises: OSError, ValueError: it has ended."""
     base = Path(f"/proc/{pid}")
     status = _fields(base / "status")
     rollup = _fields(base / "smaps_rollup")
@@ -62,6 +95,7 @@ def sizes_of(pid: int) -> Sizes:
         rss=status["VmRSS"] * 1024,
         pss=rollup["Pss"] * 1024,
         anonymous=status["RssAnon"] * 1024,
+        used=used_size(said, pid),
         memory_files=memory_files,
         descriptors=descriptors,
         threads=status["Threads"],
@@ -82,21 +116,24 @@ def _fields(path: Path) -> dict[str, int]:
 
 
 class Series:
-    """Measurements of processes that live through the whole run, by name."""
+    """Measurements of processes that live through the whole run, by name. Args: said: see
+    `used_size`."""
 
-    def __init__(self) -> None:
+    def __init__(self, said: Path) -> None:
+        self._said = said
         self._rows: dict[str, list[tuple[float, Sizes]]] = {}
 
     def measure(self, name: str, pid: int, now_s: float) -> None:
         """Add a measurement of a process that lives."""
-        self._rows.setdefault(name, []).append((now_s, sizes_of(pid)))
+        self._rows.setdefault(name, []).append((now_s, sizes_of(pid, self._said)))
 
     def last(self, name: str) -> Sizes:
         """Return the last measurement of a process."""
         return self._rows[name][-1][1]
 
     def thirds(self, seconds: float) -> dict[str, dict[str, list[float]]]:
-        """Return the medians of the three thirds of the run, by process and quantity."""
+        """Return the figures of the three thirds of the run, by process and quantity: medians, but
+        for what GROWTH says."""
         found: dict[str, dict[str, list[float]]] = {}
         for name, rows in self._rows.items():
             parts = [
@@ -106,8 +143,9 @@ class Series:
             if min(map(len, parts)) < FEWEST:
                 continue
             found[name] = {
-                quantity: [statistics.median(getattr(s, quantity) for s in p) for p in parts]
+                quantity: [figure([getattr(s, quantity) for s in p]) for p in parts]
                 for quantity in Sizes.__dataclass_fields__
+                for figure in (GROWTH[quantity][0] if quantity in GROWTH else statistics.median,)
             }
         return found
 
@@ -119,12 +157,19 @@ class Series:
         }
 
 
+def quiet_size(status: dict[str, Any]) -> int:
+    """Return the bytes that a daemon without clients may use. Args: status: its own."""
+    samples = sum(shard["count"] for shard in status["shards"])
+    return OWN_SIZE + samples * TABLE_SAMPLE_SIZE + QUIET_SIZE
+
+
 def growth(thirds: dict[str, dict[str, list[float]]]) -> list[str]:
     """Return what grew from the second third to the last, in words."""
     found = []
     for name, quantities in thirds.items():
-        for quantity, (factor, more) in GROWTH.items():
+        for quantity, (_, factor, more) in GROWTH.items():
             _, second, last = quantities[quantity]
-            if last > second * factor + more:
+            known = KNOWN.get(name.partition(".")[0], 0) if quantity == "used" else 0
+            if last > max(second * factor + more, known):
                 found.append(f"{quantity} of {name}: {second:.0f} in the second third, {last:.0f}")
     return found

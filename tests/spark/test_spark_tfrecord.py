@@ -224,8 +224,11 @@ def test_options_of_create_table_were_unknown(spark: Any, out: str) -> None:
 def test_a_partition_column_in_another_case_was_no_column(spark: Any, out: str) -> None:
     df = spark.createDataFrame([(1, "a"), (2, "b")], "number long, Text string")
     df.write.format("tfrecord").partitionBy("NUMBER").save(f"{out}/1")
+    df.write.format("parquet").partitionBy("NUMBER").save(f"{out}/parquet")
+    named = [sorted(path.name for path in Path(out, of).glob("*=*")) for of in ("1", "parquet")]
+    assert named == [["NUMBER=1", "NUMBER=2"]] * 2, "as Spark's own formats name them"
     found = spark.read.format("tfrecord").load(f"{out}/1")
-    assert found.columns == ["Text", "number"]
+    assert found.columns == ["Text", "NUMBER"]
     assert sorted(rows(found.select("NUMBER", "text"))) == [(1, "a"), (2, "b")]
     spark.conf.set("spark.sql.caseSensitive", "true")
     try:

@@ -28,5 +28,6 @@ def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fetching, name, {})
     monkeypatch.setattr(fetching, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setenv("FFSERVE_STORE", str(tmp_path / "store"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("FFSERVE_SOCKET", str(tmp_path / "s"))
     monkeypatch.setenv("FFSERVE_START", "0")  # a test that wants a daemon says so

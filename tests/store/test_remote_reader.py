@@ -267,6 +267,57 @@ def test_bytes_that_were_damaged_on_their_way_are_asked_for_again(
     caplog.clear()
 
 
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_a_header_that_came_damaged_was_not_asked_for_again(
+    server: HttpOrigin, tmp_path: Path, way: str, case: int
+) -> None:
+    format, options = CASES[case]
+    samples = samples_of(300, 9000)
+    url = served(server, tmp_path, format, samples, **options)
+    # Of the number of records, of the checksum of a length, of compressed bytes, of a magic number.
+    place = {"ffrecord": 8, "tfrecord": 8, "recordio": 1}[format]
+    place = 15 if "gzip" in options.values() else place
+    server.wrong[place] = 1
+    with ffserve.open(url, server=way) as reader:
+        assert plain(reader.read(range(300))) == samples
+    assert server.wrong == {place: 0}
+
+
+def test_tables_that_are_damaged_at_the_origin_are_asked_for_twice_and_no_more(
+    server: HttpOrigin, tmp_path: Path, way: str
+) -> None:
+    content = bytearray(record_file(tmp_path, "ffrecord", samples_of(300, 9000)))
+    content[100] ^= 1
+    url = server.put("a.ffr", bytes(content))
+    with pytest.raises(ChecksumError, match=r"a\.ffr.*metadata"), ffserve.open(url, server=way):
+        pass
+    settled()
+    assert server.total <= 2 * len(content)
+
+
+class _Refusing(dict[int, int]):
+    """What is sent wrong, by an origin that refuses all that is asked for after it."""
+
+    def __init__(self, server: HttpOrigin, wrong: dict[int, int]) -> None:
+        super().__init__(wrong)
+        self._server = server
+
+    def __setitem__(self, offset: int, times: int) -> None:
+        super().__setitem__(offset, times)
+        self._server.bodies = False
+
+
+def test_a_second_request_that_failed_hid_the_checksum(server: HttpOrigin, tmp_path: Path) -> None:
+    samples = [random.Random(k).randbytes(9000) for k in range(300)]
+    content = record_file(tmp_path, "ffrecord", samples)
+    url = server.put("a.ffr", content)
+    with ffserve.open(url, server="off") as reader:
+        server.wrong = _Refusing(server, {len(content) // 2 + 4000: 1})
+        found = reader.read(range(150, 151), errors="return")
+    assert not server.bodies
+    assert isinstance(found[0], ChecksumError)
+
+
 @pytest.mark.parametrize("case", [0, 3])
 def test_damage_at_the_origin_is_asked_for_twice_and_no_more(
     server: HttpOrigin, tmp_path: Path, case: int

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from daemon import until
 from origins import HttpOrigin
 
 from ffserve.cli import run
@@ -115,6 +116,76 @@ def test_an_interrupted_run_goes_on_where_it_ended(server: HttpOrigin, tmp_path:
     assert files_in(out) == server.files
     assert server.total - before <= 6 * SIZE - kept + (4 << 20) * 4
     assert server.total - before < 6 * SIZE
+
+
+def run_of(*urls: str, out: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "ffserve", "stage", *urls, "-o", str(out)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+@pytest.mark.check
+def test_two_runs_to_different_directories_fetched_an_object_twice(
+    server: HttpOrigin, tmp_path: Path
+) -> None:
+    url = server.put("a.bin", noise(1))
+    server.rate = 20e6
+    outs = [tmp_path / "1", tmp_path / "2"]
+    for run_ in [run_of(url, out=out) for out in outs]:
+        said = run_.communicate()[0]
+        assert run_.returncode == 0, said
+    assert server.total == SIZE
+    assert [files_in(out) for out in outs] == [server.files] * 2
+    inodes = {os.stat(out / "a.bin").st_ino for out in outs}
+    assert len(inodes) == 2, "who writes to one of them does not change the other"
+
+    server.rate = 0
+    for out in outs:  # what was changed is not copied
+        (out / "a.bin").write_bytes(noise(2))
+    assert stage(url, "-o", str(tmp_path / "3")) == 0
+    assert (files_in(tmp_path / "3"), server.total) == (server.files, 2 * SIZE)
+    assert stage(url, "-o", str(tmp_path / "4")) == 0
+    assert (files_in(tmp_path / "4"), server.total) == (server.files, 2 * SIZE)
+    for out in ("3", "4"):
+        (tmp_path / out / "a.bin").unlink()
+    assert stage(url, "-o", str(tmp_path / "5")) == 0
+    assert (files_in(tmp_path / "5"), server.total) == (server.files, 3 * SIZE)
+    server.put("a.bin", noise(3))
+    assert stage(url, "-o", str(tmp_path / "6")) == 0
+    assert files_in(tmp_path / "6") == server.files
+
+
+@pytest.mark.check
+def test_a_run_fetches_what_a_killed_one_has_begun(server: HttpOrigin, tmp_path: Path) -> None:
+    url = server.put("a.bin", noise(1, 4 * SIZE))
+    server.rate = 20e6
+    first = run_of(url, out=tmp_path / "1")
+    until(lambda: len(server.spans) >= 1, "the first fetches it")
+    second = run_of(url, out=tmp_path / "2")
+    time.sleep(0.5)
+    first.kill()
+    first.communicate()
+    server.rate = 0
+    said = second.communicate()[0]
+    assert second.returncode == 0, said
+    assert files_in(tmp_path / "2") == server.files and not files_in(tmp_path / "1")
+
+
+@pytest.mark.check
+def test_ctrl_c_waited_for_whole_files(server: HttpOrigin, tmp_path: Path) -> None:
+    """It ends after the pieces that are on their way."""
+    urls = [server.put("0.bin", noise(0, 10 * SIZE)), server.put("1.bin", noise(1, 1000))]
+    server.held.add("1.bin")
+    server.rate = 20e6
+    run_ = run_of(*urls, out=tmp_path / "out")
+    until(lambda: len(server.spans) >= 2, "it fetches")
+    run_.send_signal(signal.SIGINT)
+    said = run_.communicate()[0]
+    assert run_.returncode == 130 and b"interrupted" in said
+    assert not files_in(tmp_path / "out")
+    server.rate = 0
+    server.held.clear()
+    assert stage(*urls, "-o", str(tmp_path / "out")) == 0
+    assert files_in(tmp_path / "out") == server.files
 
 
 def test_names(server: HttpOrigin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,8 @@ class HttpOrigin:
     """Bytes a second, of all answers together; 0: as fast as it can."""
     stalled: threading.Event = field(default_factory=threading.Event)
     """While it is set, no answer begins."""
+    bodies: bool = True
+    """Whether it sends any; else the files are there, and cannot be read."""
     held: set[str] = field(default_factory=set)
     """Names of files whose bodies do not begin."""
     password: str = ""
@@ -81,7 +83,7 @@ class HttpOrigin:
         """Answer well from now on."""
         self.status = self.cut_after = self.short = 0
         self.fail_until = self.rate = 0.0
-        self.ranges, self.password = True, ""
+        self.ranges, self.bodies, self.password = True, True, ""
         self.stalled.clear()
 
     @property
@@ -121,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(403)
         if name.endswith("/") or name == "":
             return self._list(name, body=body)
-        if name not in origin.files:
+        if name not in origin.files or (body and not origin.bodies):
             return self._refuse(404)
         if name in origin.unsized:
             return self._send_unsized(origin.files[name], body=body)

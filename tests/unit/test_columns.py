@@ -180,16 +180,17 @@ def decoding(record: dict[str, Any], field: Any) -> Any:
 @pytest.mark.parametrize(
     ("value", "type", "text"),
     [
-        (b"x", pa.int64(), "it holds byte strings, which are not int64"),
-        ([1, 2], pa.int64(), "several values"),
-        (2**31, pa.int32(), "does not fit into int32"),
-        (2**24 + 1, pa.float32(), "cannot hold exactly"),
-        (2**53 + 1, pa.float64(), "cannot hold exactly"),
+        (b"x", pa.int64(), "it holds byte strings, and the schema says int64 "),
+        ([1, 2], pa.int64(), "it holds several integers, and the schema says one int64"),
+        ([1.5, 2], pa.int64(), "it holds floats, and the schema says int64"),
+        (2**31, pa.int32(), r"an integer \(int64\) that does not fit into the int32"),
+        (2**24 + 1, pa.float32(), r"an integer \(int64\), which the float .* cannot hold exactly"),
+        (2**53 + 1, pa.float64(), r"an integer \(int64\), which the double .* cannot hold"),
         (2**63 - 1, pa.float32(), "cannot hold exactly"),
-        (1000.0, pa.decimal128(4, 2), "does not fit into decimal"),
-        (float("nan"), pa.decimal128(4, 2), "does not fit into decimal"),
-        (b"\xff", pa.string(), "not UTF-8"),
-        ([1], pa.list_(pa.list_(pa.int64())), "feature list"),
+        (1000.0, pa.decimal128(4, 2), "a number that does not fit into the decimal128"),
+        (float("nan"), pa.decimal128(4, 2), "does not fit into the decimal"),
+        (b"\xff", pa.string(), "a byte string that is not UTF-8, and the schema says string"),
+        ([1], pa.list_(pa.list_(pa.int64())), "it is a feature, and the schema says list<.*list<"),
     ],
 )
 def test_values_that_do_not_fit_name_file_row_and_column(value: Any, type: Any, text: str) -> None:
@@ -228,8 +229,11 @@ def test_values_outside_of_a_slice_do_not_count() -> None:
 @pytest.mark.parametrize(
     ("array", "text"),
     [
-        (pa.array([1.0, 1e39]), "row 1, column 'a'.*does not fit into 32 bits"),
-        (pa.array([None, Decimal("12345678.91")]), "row 1, column 'a'.*more digits"),
+        (pa.array([1.0, 1e39]), "row 1, column 'a': it holds a double that does not fit.*32 bits"),
+        (
+            pa.array([None, Decimal("12345678.91")]),
+            "row 1, column 'a': it holds a decimal128.*digits",
+        ),
         (pa.array([[1], None, [2, None]]), "row 2, column 'a'.*element of the array is null"),
         (pa.array([[[1]], [None]]), "row 1, column 'a'.*element of the array is null"),
     ],

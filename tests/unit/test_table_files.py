@@ -163,6 +163,19 @@ def test_the_files_of_a_task_come_back(tmp_path: Path) -> None:
     assert sorted(rows, key=lambda row: row["id"]) == batch.to_pylist()
 
 
+def test_directories_have_the_names_that_were_given(tmp_path: Path) -> None:
+    """Spark finds a column in any case, and names directories as partitionBy was told."""
+    out = tmp_path / "out"
+    job = OutputJob.begin(str(out), "error", pid=os.getpid())
+    output = TableOutput(
+        "tfrecord", "Example", partition_by=("k", "text"), partition_names=("K", "Text")
+    )
+    table = pa.record_batch({"id": [1, 2], "k": [1, 2], "text": ["a", "b"]})
+    job.commit(write_task(output, job, 0, [table]))
+    made = {str(path.parent.relative_to(out)) for path in out.rglob("*.tfrecord")}
+    assert made == {"K=1/Text=a", "K=2/Text=b"}
+
+
 def test_a_task_that_fails_removes_its_files(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     job = OutputJob.begin(out, "error", pid=os.getpid())

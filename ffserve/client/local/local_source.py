@@ -455,11 +455,14 @@ class LocalSource:
         state, _ = self._states[shard]
         if shard not in self._warned and not state.has_changed(self._files.fd(shard)):
             self._warned.add(shard)
-            log.warning(
-                "%s was read wrong once, and right the second time: check the disk, its cable and "
-                "the memory",
-                self.shards[shard].path,
-            )
+            self._log_wrong(shard)
+
+    def _log_wrong(self, shard: int) -> None:
+        log.warning(
+            "%s was read wrong once, and right the second time: check the disk, its cable and "
+            "the memory",
+            self.shards[shard].path,
+        )
 
     def _explained(
         self, error: FFServeError, index: int, record: tuple[int, int, int]

@@ -27,7 +27,7 @@ from ffserve.client.local.local_source import (
 )
 from ffserve.client.source import Target
 from ffserve.dtypes import Bytes, Int64s
-from ffserve.errors import FFServeError
+from ffserve.errors import FFServeError, FormatError
 from ffserve.reads import chunks
 from ffserve.reads.fetched import FetchedFile, FetchingEngine
 from ffserve.reads.records import BatchEngine
@@ -132,16 +132,14 @@ class RangedSource(LocalSource):
         opened = self._objects[shard]
         return super()._second_reads(shard) if opened is None else opened.ask_again
 
-    def _warn(self, shard: int) -> None:
+    def _log_wrong(self, shard: int) -> None:
         if self._objects[shard] is None:
-            super()._warn(shard)
-        elif shard not in self._warned:
-            self._warned.add(shard)
-            log.warning(
-                "%s came wrong once from its origin, and right the second time: check the network "
-                "and the memory",
-                self.shards[shard].path,
-            )
+            return super()._log_wrong(shard)
+        log.warning(
+            "%s came wrong once from its origin, and right the second time: check the network "
+            "and the memory",
+            self.shards[shard].path,
+        )
 
     def _explained(
         self, error: FFServeError, index: int, record: tuple[int, int, int]
@@ -158,9 +156,15 @@ class RangedSource(LocalSource):
 
 
 def _parsed(opened: RangedObject, how: How, seen: Callable[[int], object] | None) -> formats.Shard:
-    read_at, size, name = opened.read_at(), opened.size, opened.shown
-    options = {"verify": how.verify, "tolerant": how.tolerant, "seen": seen}
-    return parsed(read_at, size, name, how.format, **options)  # type: ignore[arg-type]
+    def read() -> formats.Shard:
+        options = {"verify": how.verify, "tolerant": how.tolerant, "seen": seen}
+        return parsed(opened.read_at(), opened.size, opened.shown, how.format, **options)  # type: ignore[arg-type]
+
+    try:
+        return read()
+    except FormatError:
+        # Tables may have been damaged on their way: all of their bytes are asked for again.
+        return read()
 
 
 def identified(urls: Sequence[str]) -> tuple[ObjectVersion, ...]:

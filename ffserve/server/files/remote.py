@@ -14,6 +14,7 @@ each place, so users share the network equally, and one whose origin hangs holds
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -36,10 +37,10 @@ from ffserve.formats.base import Admit, ChunkedShard, Shard
 from ffserve.limits import ASKED_AT_ONCE, MOST_ORIGINS, MOST_TAG, MOST_URL
 from ffserve.protocol import EVERY
 from ffserve.server.users.peers import OWN, Account, Owner, Peer, account_of
-from ffserve.store.blocks import StoredObject
+from ffserve.store.blocks import PRESENT, StoredObject
 from ffserve.store.credentials import Access, forget_own_settings, quieten_packages, served
 from ffserve.store.directory import Store, name_of, usual_limit
-from ffserve.store.fetching import Fetcher, OpenObject
+from ffserve.store.fetching import MOST_ALIKE, Fetcher, OpenObject
 from ffserve.store.object_tables import parsed
 from ffserve.store.origin import ObjectVersion, changed, identify
 from ffserve.store.schemes import travelling
@@ -51,6 +52,8 @@ log = logging.getLogger("ffserve")
 GIVE_UP_S = 75.0
 """The daemon asks a failing origin again for this long. A client waits 120 s for an answer, and the
 last attempt can take another 30 s."""
+COMPARE_S = 15.0
+"""An OPEN waits this long for blocks that are asked for again because their tables are damaged."""
 
 
 class WantedFile(NamedTuple):
@@ -246,9 +249,19 @@ class RemoteFiles:
         Args: admit, reading: as of `shardfile.open_shard`.
         Raises: FormatError, ChecksumError, TruncatedError, AccessDenied, ReadError.
         """
+        blocks: dict[int, None] = {}
+        """Those that were read, in this order."""
+        read_at = self.fetcher.read_at(opened)
+
+        def noted(offset: int, into: memoryview, /) -> int:
+            for block in opened.blocks(offset, offset + len(into)).tolist():
+                blocks.pop(block, None)
+                blocks[block] = None
+            return read_at(offset, into)
+
         read = partial(
             parsed,
-            self.fetcher.read_at(opened),
+            noted,
             opened.stored.size,
             opened.shown,
             format,
@@ -261,9 +274,24 @@ class RemoteFiles:
         try:
             return read()
         except FormatError:
-            if not self.fetcher.repair(opened, np.arange(opened.stored.count)):
+            there = np.flatnonzero(opened.stored.state.words == PRESENT)
+            if not (self.fetcher.repair(opened, there) or self._came_damaged(opened, list(blocks))):
                 raise
         return read()
+
+    def _came_damaged(self, opened: OpenObject, blocks: Sequence[int]) -> bool:
+        """Ask the origin again for blocks in which an error was found; return whether any of them
+        came otherwise now. The error is in one that was read last, if the object was scanned."""
+        stored, latest = opened.stored, np.array(blocks[: -MOST_ALIKE - 1 : -1], np.int64)
+        pinned = np.sort(latest)
+        with contextlib.suppress(FFServeError, OSError):
+            stored.pin(pinned)
+            try:
+                there = latest[stored.state.words[latest] == PRESENT]
+                return self.fetcher.compare(opened, there, COMPARE_S)
+            finally:
+                stored.unpin(pinned)
+        return False
 
     def open_object(self, one: WantedFile, owner: Owner) -> OpenObject:
         """Open an object for a user; `close` gives it back. Raises: AccessDenied,
