@@ -137,6 +137,8 @@ class FileReader:
     _format: str | None = "ffrecord"
     _whole = True
     """The names of a packed folder are a sample, as in the original."""
+    _chosen: NDArray[np.int64] | None = None
+    """What `select` has left, by index at opening."""
 
     @staticmethod
     def for_files(fnames: Any, check_data: bool = True) -> FileReader:
@@ -282,8 +284,10 @@ class FileReader:
 
     def select(self, indices: Any) -> None:
         """Show only these samples, in this order; see ``ffserve.Reader.select``."""
-        self._open().select(indices)
+        chosen = np.asarray(indices, np.int64)
+        self._open().select(chosen)
         self._n = len(self._reader)
+        self._chosen = chosen if self._chosen is None else self._chosen[chosen]
 
     def sample_numbers(self, indices: Any) -> NDArray[np.int64]:
         """Return what ``current_source`` takes for these indices; see ``Reader.sample_numbers``."""
@@ -341,10 +345,10 @@ class FileReader:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._reader is None:
-            return type(self), (self._fnames, self._check_data)
+            return _reopened, (type(self), self._fnames, self._check_data, self._chosen)
         # The copy has its own reader, which connects at its first use.
-        reader = copy.copy(self._reader)
-        return _copy, (type(self), self._fnames, self._check_data, reader, self._n)
+        kept = type(self), self._fnames, self._check_data, self._chosen
+        return _copy, (*kept, copy.copy(self._reader), self._n)
 
     def __repr__(self) -> str:
         state = "closed, " if self._reader is None else ""
@@ -438,10 +442,28 @@ def checkFsAlign(fd: int) -> bool:  # noqa: N802
 
 
 def _copy(
-    kind: type[FileReader], fnames: list[str], check_data: bool, reader: Any, n: int
+    kind: type[FileReader],
+    fnames: list[str],
+    check_data: bool,
+    chosen: NDArray[np.int64] | None,
+    reader: Any,
+    n: int,
 ) -> FileReader:
     made = kind.__new__(kind)
-    made._fnames, made._check_data, made._reader, made._n = fnames, check_data, reader, n
+    made._fnames, made._check_data, made._chosen = fnames, check_data, chosen
+    made._reader, made._n = reader, n
+    return made
+
+
+def _reopened(
+    kind: type[FileReader],
+    fnames: list[str],
+    check_data: bool,
+    chosen: NDArray[np.int64] | None,
+) -> FileReader:
+    made = kind(fnames, check_data)
+    if chosen is not None:
+        made.select(chosen)
     return made
 
 

@@ -150,6 +150,15 @@ def test_a_copy_in_a_worker_is_the_same(packed: Path) -> None:
     assert copy.samples == dataset.samples and copy[[5, 1]] == dataset[[5, 1]]
 
 
+def test_a_closed_dataset_is_reopened_with_the_same_samples(packed: Path) -> None:
+    dataset = DatasetFolder(packed, content, IMG_EXTENSIONS)
+    wanted = dataset[list(range(len(dataset)))]
+    dataset.reader.close()
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert len(copy) == len(dataset.samples)
+    assert copy[list(range(len(copy)))] == wanted
+
+
 def test_a_directory_of_pictures_is_refused(tmp_path: Path) -> None:
     root = folder_tree(tmp_path / "tree")
     with pytest.raises(UsageError, match="a directory of files") as caught:
