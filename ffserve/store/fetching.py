@@ -814,8 +814,10 @@ def forget(patience: Patience = _patience) -> None:
     """Forget stores, threads and origins, and ask origins with this patience from now on."""
     global _patience
     _patience = patience
-    for state in (_fetchers, _threads, _breakers, _listed):
-        state.clear()
+    _fetchers.clear()
+    _threads.clear()
+    _breakers.clear()
+    _listed.clear()
 
 
 def _forget() -> None:

@@ -353,7 +353,7 @@ def test_neighbours_come_by_one_request_and_large_samples_by_several(
         assert sum(end - begin for _, begin, end in server.spans) == 10_000 * len(far)
         server.spans.clear()
     ranged = ranges.RangedObject(fetching.identity_of(url), range_size=4000)
-    coming = [future.result(30) for _, _, future in ranged.ask_all(1000, 11_000)]
+    coming = [ranges.bytes_of(future) for _, _, future in ranged.ask_all(1000, 11_000)]
     assert b"".join(coming) == server.files["a.ffr"][1000:11_000]
     assert len(server.spans) == 3
 
