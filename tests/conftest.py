@@ -16,6 +16,8 @@ from costs import Costs
 from daemon import Daemon, serving
 from hypothesis import HealthCheck, settings
 
+from ffserve.client import failover
+
 # A shell's background job ignores Ctrl-C, and that of nohup the end of its terminal; so would every
 # process that the tests send them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -49,6 +51,12 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("ffserve")
+
+
+@pytest.fixture(autouse=True)
+def new_log() -> None:
+    """Let this process write again what it writes once."""
+    failover._logged.clear()
 
 
 @pytest.fixture(scope="module")

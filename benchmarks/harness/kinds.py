@@ -35,8 +35,6 @@ from ffserve.errors import FFServeError
 FFSERVE = "ffserve"
 DEPTH = 128
 """Reads in flight of a daemon by default."""
-PEER_TIMEOUT_S = 150.0
-"""For the warm-up and for the run of a peer; some compile themselves first."""
 _PATTERN_NAMES = {
     "blocks": "", "stream": "", "extents": ", extents", "batches": ", extents, a batch at a time",
 }  # fmt: skip
@@ -248,7 +246,7 @@ def peer_contestant(
                 bench.start(
                     "benchmarks.harness.peers:read", data, peer=peer.name, files_path=files_path,
                     installation=peer.installation, imports=[peer.module] if peer.forks else [],
-                    batch=batch, clients=clients, once=cold, timeout_s=PEER_TIMEOUT_S,
+                    batch=batch, clients=clients, once=cold, timeout_s=peer.timeout_s,
                     before_exec=group.join if group is not None else None,
                 )
             )  # fmt: skip

@@ -63,6 +63,7 @@ class Peer:
         stream: delivers the samples of a case, instead of `open`.
         format: the name of its files, for peers that share them; its own name by default.
         prefix: its own environment is PREFIX/peers/PACKAGE.
+        timeout_s: for its warm-up and for its run; some compile themselves first.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Peer:
     stream: Callable[[Case], Delivered] | None = None
     format: str = ""
     prefix: str = sys.prefix
+    timeout_s: float = 150.0
 
     @property
     def installation(self) -> Installation | None:

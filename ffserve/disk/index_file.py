@@ -405,56 +405,62 @@ def _keep(fd: int, path: str, content: bytes, keep: Keep) -> str | None:
     return next((p for p in places if p is not None and _write(p, content)), None)
 
 
-@dataclass(slots=True)
-class _Usage:
-    """What a cache directory has, as far as this process knows. written: index files that it wrote
-    since it has listed the directory."""
+class CacheDirectory:
+    """What a cache directory has, as far as this process knows.
 
-    count: int
-    size: int
-    written: int = 0
+    Args: most_size, most_count: bytes and number of its index files at most.
+    """
 
-    def fits(self, size: int) -> bool:
+    def __init__(
+        self, path: str, most_size: int = CACHE_LIMIT, most_count: int = CACHE_COUNT
+    ) -> None:
+        self._path, self._most_size, self._most_count = path, most_size, most_count
+        self._count = self._size = 0
+        self._written = LISTED_AFTER
+        """Index files that this process wrote since it has listed the directory."""
+
+    def _fits(self, size: int) -> bool:
         """Whether another file of this size fits."""
-        return self.count < CACHE_COUNT and self.size + size <= CACHE_LIMIT
+        return self._count < self._most_count and self._size + size <= self._most_size
+
+    def make_room(self, size: int) -> bool:
+        """Make room for an index file; return False if it is too large. The directory is listed
+        only if it may be full."""
+        if self._written >= LISTED_AFTER or not self._fits(size):
+            self._trim(size)
+        if not self._fits(size):
+            return False
+        self._count, self._size, self._written = (
+            self._count + 1,
+            self._size + size,
+            self._written + 1,
+        )
+        return True
+
+    def _trim(self, size: int) -> None:
+        """List the directory; if another file of `size` does not fit, remove the oldest ones."""
+        found: list[tuple[int, int, str]] = []
+        with contextlib.suppress(OSError), os.scandir(self._path) as entries:
+            for entry in entries:
+                if entry.name.endswith(".ffx") or entry.name.startswith(".ffx-"):
+                    status = entry.stat(follow_symlinks=False)
+                    found.append((status.st_mtime_ns, status.st_size, entry.path))
+        self._count, self._size = len(found), sum(each for _, each, _ in found)
+        self._written = 0
+        if self._fits(size):
+            return
+        most_size = self._most_size - max(self._most_size // TRIMMED_SHARE, size)
+        most_count = self._most_count - max(self._most_count // TRIMMED_SHARE, 1)
+        for _, each, path in sorted(found):
+            if self._size <= most_size and self._count <= most_count:
+                break
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+                self._count, self._size = self._count - 1, self._size - each
 
 
-_usages: dict[str, _Usage] = {}
-"""By cache directory."""
-
-
-def _make_room(directory: str, size: int) -> bool:
-    """Make room for an index file in a cache directory; return False if it is too large. The
-    directory is listed only if it may be full."""
-    usage = _usages.get(directory)
-    if usage is None or usage.written >= LISTED_AFTER or not usage.fits(size):
-        usage = _usages[directory] = _trimmed(directory, size)
-    if not usage.fits(size):
-        return False
-    usage.count, usage.size, usage.written = usage.count + 1, usage.size + size, usage.written + 1
-    return True
-
-
-def _trimmed(directory: str, size: int) -> _Usage:
-    """List a cache directory; if another file of `size` does not fit, remove the oldest ones."""
-    found: list[tuple[int, int, str]] = []
-    with contextlib.suppress(OSError), os.scandir(directory) as entries:
-        for entry in entries:
-            if entry.name.endswith(".ffx") or entry.name.startswith(".ffx-"):
-                status = entry.stat(follow_symlinks=False)
-                found.append((status.st_mtime_ns, status.st_size, entry.path))
-    usage = _Usage(len(found), sum(each for _, each, _ in found))
-    if usage.fits(size):
-        return usage
-    most_size = min(CACHE_LIMIT - CACHE_LIMIT // TRIMMED_SHARE, CACHE_LIMIT - size)
-    most_count = CACHE_COUNT - max(CACHE_COUNT // TRIMMED_SHARE, 1)
-    for _, each, path in sorted(found):
-        if usage.size <= most_size and usage.count <= most_count:
-            break
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-            usage.count, usage.size = usage.count - 1, usage.size - each
-    return usage
+cache_directories: dict[str, CacheDirectory] = {}
+"""Those that this process has written to, by path."""
 
 
 def _own(fd: int, path: str) -> bool:
@@ -480,7 +486,8 @@ def _write(place: str, content: bytes) -> bool:
     try:
         if not name.startswith("."):
             os.makedirs(directory, mode=0o700, exist_ok=True)
-            if not _is_private(directory) or not _make_room(directory, len(content)):
+            known = cache_directories.setdefault(directory, CacheDirectory(directory))
+            if not _is_private(directory) or not known.make_room(len(content)):
                 return False
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         fd = os.open(temporary, flags, 0o644)

@@ -85,7 +85,7 @@ def open_shard(
         shard = _restored(fd, path, chosen, read_at, size, indexed)
         if shard is not None:
             return shard
-    counted = watched(read_at, seen or _long_scan(path, size))
+    counted = watched(read_at, seen or progress_of(path, size))
     scanned = chosen.open(counted, size, path, verify=verify, tolerant=tolerant, admit=admit)
     if verify and not (indexed is not None and _same(indexed, scanned)):
         if scanned.sound:
@@ -129,10 +129,10 @@ class _Watched(Counted):
         return self._read_at(offset, into)
 
 
-def _long_scan(path: str, size: int) -> Callable[[int], None]:
+def progress_of(path: str, size: int, after_s: float = SAID_AFTER_S) -> Callable[[int], None]:
     """Return a function that logs how far the scan of a file is, if it takes long."""
     begun = time.monotonic()
-    due = begun + SAID_AFTER_S
+    due = begun + after_s
 
     def seen(end: int) -> None:
         nonlocal due

@@ -885,12 +885,12 @@ def refusal(kind: Kind) -> str | None:
     return _refused.get(kind) or _trial(kind)
 
 
-def local_engine() -> Engine:
+def local_engine(kind: Kind | Literal["auto"] = "auto") -> Engine:
     """Return an engine for a process that also reads through the page cache.
 
     Linux AIO carries out buffered reads one after another; threads take its place.
     """
-    engine = Engine(depth=128)
+    engine = Engine(kind, depth=128)
     if engine.kind == "aio":
         engine.close()
         engine = Engine("threads", depth=128)

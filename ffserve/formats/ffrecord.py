@@ -276,6 +276,9 @@ class FFRecord:
     name = "ffrecord"
     suffixes: tuple[str, ...] = (".ffr",)
 
+    def __init__(self, kept_count: int = KEPT_COUNT) -> None:
+        self._kept_count = kept_count
+
     def sniff(self, head: bytes, size: int) -> bool | None:
         """Detect an FFRecord file by its first offset, which follows from its count."""
         if len(head) < _HEADER.size:
@@ -316,7 +319,7 @@ class FFRecord:
         crc, count = self._header(read_at, size, path)
         admit(count)
         reader = _TableReader(read_at, count, path)
-        found = reader.run_once() if count <= KEPT_COUNT else reader.run()
+        found = reader.run_once() if count <= self._kept_count else reader.run()
         if crc == 0:
             _log.warning(
                 "%s: no metadata checksum, as in files of an old ffrecord: the tables are not "

@@ -28,7 +28,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,6 +98,19 @@ _SAME = -1
 """The window is that of the chunk before."""
 _WINDOW_MOST = WINDOW_SIZE + 1024
 """A compressed window has at most this many bytes."""
+
+
+class PassSizes(NamedTuple):
+    """How a file is read and divided; see the constants."""
+
+    span: int = SPAN_SIZE
+    read: int = READ_SIZE
+    piece: int = PIECE_SIZE
+    records_allowed: int = RECORDS_ALLOWED
+    output_allowed: int = OUTPUT_ALLOWED
+
+
+PASS_SIZES = PassSizes()
 
 
 class InOrderOnlyError(UsageError, TypeError):
@@ -387,6 +400,7 @@ def scan(
     verify: bool,
     tolerant: bool,
     admit: Admit,
+    sizes: PassSizes,
 ) -> CompressedShard:
     """Read a whole compressed file; see ``TFRecord.open``."""
     if not inflate.library():
@@ -395,7 +409,7 @@ def scan(
             path=path,
             hint="install zlib's headers (zlib1g-dev) and install ffserve again",
         )
-    return _Pass(read_at, size, path, compression, verify, tolerant, admit).run()
+    return _Pass(read_at, size, path, compression, verify, tolerant, admit, sizes).run()
 
 
 class _Pass:
@@ -410,8 +424,10 @@ class _Pass:
         verify: bool,
         tolerant: bool,
         admit: Admit,
+        sizes: PassSizes,
     ) -> None:
         self._admit = admit
+        self._sizes = sizes
         self._read_at = read_at
         self._size = size
         self._path = path
@@ -420,9 +436,9 @@ class _Pass:
         self._tolerant = tolerant
         self._inflater = BlockInflater(compression)
         self._scanner = FrameScanner(_UNBOUNDED, verify=verify or tolerant)
-        self._buffer = np.empty(WINDOW_SIZE + PIECE_SIZE, np.uint8)
+        self._buffer = np.empty(WINDOW_SIZE + sizes.piece, np.uint8)
         """The last WINDOW_SIZE bytes of earlier output, or fewer, then the latest piece."""
-        self._cutter = _Cutter(self._refers_to)
+        self._cutter = _Cutter(self._refers_to, sizes.span)
         self._sums = _Sums()
 
     def run(self) -> CompressedShard:
@@ -448,7 +464,8 @@ class _Pass:
         """Yield the output in pieces: a piece behind its window, the offset of that window, and the
         beginnings of blocks in the piece."""
         inflater, buffer = self._inflater, self._buffer
-        kept, at, data, memory = 0, 0, memoryview(b""), bytearray(min(READ_SIZE, self._size))
+        kept, at, data = 0, 0, memoryview(b"")
+        memory = bytearray(min(self._sizes.read, self._size))
         while True:
             if not data and at < self._size:
                 data = memoryview(memory)[: self._size - at]
@@ -477,8 +494,12 @@ class _Pass:
         if stop == FrameScanner.CUT_RECORD:
             raise cut_record_error(self._path, scanner.count, self._inflater.made - scanner.at)
         for kind, found, most in (
-            ("records", scanner.count, RECORDS_ALLOWED + RECORDS_PER_BYTE * used),
-            ("bytes", self._inflater.made, OUTPUT_ALLOWED + OUTPUT_PER_BYTE * used),
+            ("records", scanner.count, self._sizes.records_allowed + RECORDS_PER_BYTE * used),
+            (
+                "bytes",
+                self._inflater.made,
+                self._sizes.output_allowed + OUTPUT_PER_BYTE * used,
+            ),
         ):
             if found > most:
                 raise FormatError(
@@ -594,10 +615,13 @@ class _Sums:
 class _Cutter:
     """Divides records into chunks, and chooses the block from which each is decoded.
 
-    Args: refers_to: returns the compressed window of a block (its bit, the output before it).
+    Args:
+        refers_to: returns the compressed window of a block (its bit, the output before it).
+        span: the least size of a chunk, in bytes of output.
     """
 
-    def __init__(self, refers_to: Callable[[int, Bytes], bytes]) -> None:
+    def __init__(self, refers_to: Callable[[int, Bytes], bytes], span: int) -> None:
+        self._span = span
         self._refers_to = refers_to
         self._rows: list[tuple[int, int, int, int, int]] = []
         self._windows: list[bytes] = []
@@ -648,7 +672,7 @@ class _Cutter:
         starts = offsets[self._first :].astype(np.int64) - FRAME_HEADER_SIZE
         if not len(places):
             return None
-        row = int(np.searchsorted(starts, self._start + SPAN_SIZE))
+        row = int(np.searchsorted(starts, self._start + self._span))
         if row == len(starts):
             return None
         k = int(np.searchsorted(places, starts[row], side="right")) - 1

@@ -49,7 +49,7 @@ from ffserve.formats.base import (
     sums,
     unbounded,
 )
-from ffserve.formats.tfcompressed import SPAN_SIZE, CompressedShard
+from ffserve.formats.tfcompressed import PASS_SIZES, SPAN_SIZE, CompressedShard, PassSizes
 from ffserve.formats.tfstream import WBITS, compression_of
 
 LARGE_SIZE = 128 << 10
@@ -124,8 +124,11 @@ class _Scan:
         verify: bool,
         tolerant: bool,
         admit: Admit,
+        reach: int,
+        search_size: int,
     ) -> None:
         self._read_at = read_at
+        self._reach = reach
         self._size = size
         self._path = path
         self._tolerant = tolerant
@@ -133,7 +136,7 @@ class _Scan:
         self._scanner = codec.FrameScanner(size, verify=verify or tolerant)
         self._window = bytearray(0)
         self._listing = verify
-        self._budget = 8 * size + SEARCH_SIZE
+        self._budget = 8 * size + search_size
         self.sound = True
 
     def run(self) -> tuple[UInt64s, UInt64s, UInt32s]:
@@ -209,7 +212,7 @@ class _Scan:
                     if proven or self._sound(finder.at):
                         return finder.at
                     finder.refuse()
-                elif base + len(window) == self._size or (proven and base > lost + REACH):
+                elif base + len(window) == self._size or (proven and base > lost + self._reach):
                     break
         return self._size
 
@@ -295,7 +298,10 @@ class CompressedEncoder:
 
 
 class TFRecord:
-    """The TFRecord format."""
+    """The TFRecord format.
+
+    Args: reach, search_size, sizes: bounds of a scan, and of a pass over a compressed file.
+    """
 
     name = "tfrecord"
     suffixes = (
@@ -303,6 +309,14 @@ class TFRecord:
         *(".tfrecord.gz", ".tfrecords.gz", ".tfrecord.zlib", ".tfrecords.zlib"),
         *(".tfrecord.deflate", ".tfrecords.deflate"),
     )
+
+    def __init__(
+        self,
+        reach: int = REACH,
+        search_size: int = SEARCH_SIZE,
+        sizes: PassSizes = PASS_SIZES,
+    ) -> None:
+        self._reach, self._search_size, self._sizes = reach, search_size, sizes
 
     def sniff(self, head: bytes, size: int) -> bool | None:
         """Detect a file, compressed or not, by the checksum of its first record's length.
@@ -346,8 +360,18 @@ class TFRecord:
                 verify=verify,
                 tolerant=tolerant,
                 admit=admit,
+                sizes=self._sizes,
             )
-        scan = _Scan(read_at, size, path, verify=verify, tolerant=tolerant, admit=admit)
+        scan = _Scan(
+            read_at,
+            size,
+            path,
+            verify=verify,
+            tolerant=tolerant,
+            admit=admit,
+            reach=self._reach,
+            search_size=self._search_size,
+        )
         return _shard(*scan.run(), size, path, scan.sound)
 
     def open_small(self, heads: Heads, paths: list[str], *, verify: bool = True) -> SmallShards:

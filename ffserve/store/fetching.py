@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -67,19 +67,25 @@ Outcome: TypeAlias = "bool | bytes"
 so its reader reads the bytes past the store. bytes: it was fetched, but could not be written."""
 
 
+class Patience(NamedTuple):
+    """For how long, and after which first pause, a failing origin is asked again. contact_s: one
+    that has never answered."""
+
+    give_up_s: float = GIVE_UP_S
+    contact_s: float = CONTACT_S
+    first_pause_s: float = FIRST_PAUSE_S
+
+
 class Breaker:
-    """The state of one origin: whether it answers. Threads share it.
+    """The state of one origin: whether it answers. Threads share it."""
 
-    Args: give_up_s: in the place of GIVE_UP_S.
-    """
-
-    def __init__(self, give_up_s: float | None = None) -> None:
-        self._give_up_s = give_up_s
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
         self._changed = threading.Condition()
         self._failures = 0
         self._probing = False
         self._next = self._since = 0.0
-        self._pause = FIRST_PAUSE_S
+        self._pause = patience.first_pause_s
         self._last: FFServeError | None = None
         self._known = False
         """Whether it has ever answered."""
@@ -90,7 +96,7 @@ class Breaker:
         Raises: FFServeError: what the origin said last.
         """
         begun = time.monotonic()
-        pause = FIRST_PAUSE_S
+        pause = self._patience.first_pause_s
         for count in itertools.count(1):
             deadline = begun + self._patience_s
             probe = self._admit(deadline)
@@ -118,9 +124,7 @@ class Breaker:
 
     @property
     def _patience_s(self) -> float:
-        if not self._known:
-            return CONTACT_S
-        return GIVE_UP_S if self._give_up_s is None else self._give_up_s
+        return self._patience.give_up_s if self._known else self._patience.contact_s
 
     def _admit(self, deadline: float) -> bool:
         """Wait until the origin may be asked; return whether this thread probes for the others.
@@ -144,7 +148,7 @@ class Breaker:
     def _answered(self, probe: bool, error: FFServeError | None) -> None:
         with self._changed:
             if error is None:
-                self._failures, self._pause = 0, FIRST_PAUSE_S
+                self._failures, self._pause = 0, self._patience.first_pause_s
             else:
                 if not self._failures:
                     self._since = time.monotonic()
@@ -189,14 +193,14 @@ class _Asked:
 class Threads:
     """The threads of one origin; started when there is work, they end after a while without.
 
-    Args: most: threads; None: ORIGIN_THREADS.
+    Args: most: threads.
     """
 
     IDLE_S = 10.0
 
-    def __init__(self, name: str, most: int | None = None) -> None:
+    def __init__(self, name: str, most: int = ORIGIN_THREADS) -> None:
         self._name = name
-        self._most = ORIGIN_THREADS if most is None else most
+        self._most = most
         self._changed = threading.Condition()
         self._waiting: list[_QueuedCall] = []
         self._numbers = itertools.count()
@@ -270,12 +274,24 @@ class OpenObject:
 class Fetcher:
     """Brings blocks into one store. Threads may call it.
 
-    Args: store: or what opens it, at its first use. give_up_s: see `Breaker`.
+    Args:
+        store: or what opens it, at its first use. patience: None: that of this process.
+        threads: for each origin. fetch_size: bytes of neighbours in one request at most.
+        read_ahead: bytes that are asked for ahead of a reader in order at most.
     """
 
-    def __init__(self, store: Store | Callable[[], Store], give_up_s: float | None = None) -> None:
+    def __init__(
+        self,
+        store: Store | Callable[[], Store],
+        patience: Patience | None = None,
+        *,
+        threads: int = ORIGIN_THREADS,
+        fetch_size: int = FETCH_SIZE,
+        read_ahead: int = MOST_READ_AHEAD,
+    ) -> None:
         self._store = store
-        self._give_up_s = give_up_s
+        self._patience = patience
+        self._most_threads, self._fetch_size, self._read_ahead = threads, fetch_size, read_ahead
         self._opening, self._lock = threading.Lock(), threading.Lock()
         self._tasks: dict[tuple[StoredObject, int], _Asked] = {}
         self._threads: dict[str, Threads] = {}
@@ -316,7 +332,7 @@ class Fetcher:
 
     def breaker(self, pool: str) -> Breaker:
         """Return what is known of the origin of a pool."""
-        return _breaker(pool, self._give_up_s)
+        return _breaker(pool, self._patience)
 
     def close(self, opened: OpenObject) -> None:
         """Give an object back."""
@@ -333,7 +349,7 @@ class Fetcher:
     def _of(self, opened: OpenObject) -> Threads:
         with self._lock:
             if opened.pool not in self._threads:
-                self._threads[opened.pool] = Threads("ffserve-fetch")
+                self._threads[opened.pool] = Threads("ffserve-fetch", self._most_threads)
             return self._threads[opened.pool]
 
     def ask(
@@ -450,7 +466,7 @@ class Fetcher:
     def _take_neighbours(self, opened: OpenObject, block: int) -> dict[int, Future[Outcome]]:
         """Claim and reserve neighbours that were asked for and are not on their way yet."""
         stored, threads = opened.stored, self._of(opened)
-        most = FETCH_SIZE // stored.block_size - 1
+        most = self._fetch_size // stored.block_size - 1
         found: dict[int, Future[Outcome]] = {}
         for step in (1, -1):
             near = block + step
@@ -545,7 +561,7 @@ class Fetcher:
 
     def ask_ahead(self, opened: OpenObject, first: int, most: int | None = None) -> None:
         """Ask for `most` blocks from this one on, which a reader in order needs soon."""
-        limit = MOST_READ_AHEAD // opened.stored.block_size
+        limit = self._read_ahead // opened.stored.block_size
         most = limit if most is None else min(most, limit)
         if self.store.limit != math.inf:
             most = min(most, int(self.store.limit) // opened.stored.block_size // 4)
@@ -692,11 +708,12 @@ _fetchers: dict[str, Fetcher] = {}
 _threads: dict[str, Threads] = {}
 _breakers: dict[str, Breaker] = {}
 _listed: dict[str, tuple[float, ObjectVersion]] = {}
+_patience = Patience()
 
 
-def _breaker(name: str, give_up_s: float | None = None) -> Breaker:
+def _breaker(name: str, patience: Patience | None = None) -> Breaker:
     with _lock:
-        return _breakers.setdefault(name, Breaker(give_up_s))
+        return _breakers.setdefault(name, Breaker(patience or _patience))
 
 
 def breaker_of(url: str) -> Breaker:
@@ -793,16 +810,23 @@ def identity_of(url: str) -> ObjectVersion:
     return call(url, lambda: origin.identify(url))
 
 
+def forget(patience: Patience = _patience) -> None:
+    """Forget stores, threads and origins, and ask origins with this patience from now on."""
+    global _patience
+    _patience = patience
+    _fetchers.clear()
+    _threads.clear()
+    _breakers.clear()
+    _listed.clear()
+
+
 def _forget() -> None:
     """Forget files, threads and locks in a child process: they belong to the parent."""
     global _lock
     _lock = threading.Lock()
     for fetcher in _fetchers.values():
         fetcher.store.abandon()
-    _fetchers.clear()
-    _threads.clear()
-    _breakers.clear()
-    _listed.clear()
+    forget(_patience)
 
 
 os.register_at_fork(after_in_child=_forget)

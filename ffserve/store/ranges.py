@@ -35,9 +35,13 @@ file with tables takes fewer."""
 
 
 class RangedObject:
-    """A version of a remote object that is read by ranges. Threads may call it."""
+    """A version of a remote object that is read by ranges. Threads may call it.
 
-    def __init__(self, identity: ObjectVersion) -> None:
+    Args: range_size: bytes of one request at most.
+    """
+
+    def __init__(self, identity: ObjectVersion, range_size: int = RANGE_SIZE) -> None:
+        self._range_size = range_size
         self.identity, self.size = identity, identity.size
         self.shown = urls.shown(identity.url)
         self._remote = RemoteFile(identity)
@@ -54,10 +58,10 @@ class RangedObject:
         return future
 
     def ask_all(self, start: int, end: int) -> list[tuple[int, int, Future[Outcome]]]:
-        """Ask for the bytes that there are in an extent, by requests of at most RANGE_SIZE: begin,
+        """Ask for the bytes that there are in an extent, by requests of limited size: begin,
         end and future of each."""
         end = min(end, self.size)
-        edges = [*range(start, end, RANGE_SIZE), end]
+        edges = [*range(start, end, self._range_size), end]
         return [(a, b, self.ask(a, b)) for a, b in pairwise(edges)]
 
     def ask_again(self, offset: int, length: int) -> Iterator[memoryview]:

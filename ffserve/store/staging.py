@@ -75,12 +75,19 @@ def plan_staging(given: Sequence[str]) -> list[Item]:
 
     Raises: UsageError for a name that no file can have, or that two URLs have; else as `listing`.
     """
-    items: dict[str, Item] = {}
+    found: list[tuple[str, list[ObjectVersion]]] = []
     for url in given:
         if (local := urls.local_path(url)) == url:
             raise UsageError("not the URL of a remote file", path=url, hint="such as s3://bucket/x")
         url = url if local is None else f"file://{local}"
-        found = listing(url, below=True)
+        found.append((url, listing(url, below=True)))
+    return items_of(found)
+
+
+def items_of(listed: Sequence[tuple[str, list[ObjectVersion]]]) -> list[Item]:
+    """Return the files that URLs denote, and their names; see `plan_staging`."""
+    items: dict[str, Item] = {}
+    for url, found in listed:
         single = len(found) == 1 and found[0].url == url
         for identity in found:
             below = not single and not urls.has_magic(url)

@@ -16,7 +16,21 @@ MAX_SOCKET_PATH = 107
 _UCRED = struct.Struct("=iII")
 
 
-def default_socket_path() -> str:
+class Places(NamedTuple):
+    """Where sockets are. private: the directory of a user who has no runtime directory."""
+
+    system: str
+    private: str
+    is_root: bool
+
+    @classmethod
+    def of_process(cls) -> Places:
+        """Return the places for this process."""
+        user = os.geteuid()
+        return cls(SYSTEM_SOCKET, f"/tmp/ffserve-{user}", user == 0)
+
+
+def default_socket_path(places: Places | None = None) -> str:
     """Return the socket path of a daemon without a configured one.
 
     ``$FFSERVE_SOCKET``; else ``/run/ffserve/ffserve.sock`` for root and for the service (whose
@@ -32,10 +46,11 @@ def default_socket_path() -> str:
     for directory in os.environ.get("RUNTIME_DIRECTORY", "").split(":"):
         if os.path.basename(directory) == "ffserve":
             return os.path.join(directory, "ffserve.sock")
-    return SYSTEM_SOCKET if _is_root() else user_socket()
+    places = places or Places.of_process()
+    return places.system if places.is_root else user_socket(places)
 
 
-def find_socket(explicit: str | None = None) -> str:
+def find_socket(explicit: str | None = None, places: Places | None = None) -> str:
     """Return the socket path that a client tries; it need not exist.
 
     ``explicit``; else ``$FFSERVE_SOCKET``; else the system's ``/run/ffserve/ffserve.sock`` if it
@@ -47,12 +62,13 @@ def find_socket(explicit: str | None = None) -> str:
     given = explicit or os.environ.get("FFSERVE_SOCKET")
     if given:
         return given
-    if _is_root() or os.path.exists(SYSTEM_SOCKET):
-        return SYSTEM_SOCKET
-    return user_socket()
+    places = places or Places.of_process()
+    if places.is_root or os.path.exists(places.system):
+        return places.system
+    return user_socket(places)
 
 
-def prepare_socket_directory(socket: str) -> None:
+def prepare_socket_directory(socket: str, places: Places | None = None) -> None:
     """Create the directory of ``socket`` if it is ffserve's own, so that a daemon can bind there.
 
     The directories of the default paths are ffserve's own. A new one has mode 0755 under ``/run``
@@ -61,14 +77,15 @@ def prepare_socket_directory(socket: str) -> None:
     Raises:  MissingFile: another directory, which is not there. AccessDenied: the directory cannot
              be created, or the private directory belongs to another user.
     """
+    places = places or Places.of_process()
     directory = os.path.dirname(os.path.abspath(socket))
-    if directory not in _own_directories() and not os.path.isdir(directory):
+    if directory not in _own_directories(places) and not os.path.isdir(directory):
         raise MissingFile(
             "the directory of the socket does not exist",
             path=socket,
             hint=f"create {directory} first, or choose another socket path with --socket",
         )
-    if directory == _private_directory():
+    if directory == places.private:
         _check_private(directory)
     try:
         os.makedirs(directory, mode=0o755 if directory.startswith("/run/") else 0o700)
@@ -80,7 +97,7 @@ def prepare_socket_directory(socket: str) -> None:
             path=directory,
             hint="choose another socket path with --socket",
         ) from error
-    if directory == _private_directory():
+    if directory == places.private:
         _check_private(directory)
 
 
@@ -112,23 +129,19 @@ def remove_stale_socket(path: str) -> None:
     )
 
 
-def _own_directories() -> list[str]:
+def _own_directories(places: Places) -> list[str]:
     """Return the directories of the default paths, by whoever is asked."""
     passed = os.environ.get("RUNTIME_DIRECTORY", "").split(":")
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     return [
-        os.path.dirname(SYSTEM_SOCKET),
+        os.path.dirname(places.system),
         *(directory for directory in passed if directory),
         *([os.path.join(runtime, "ffserve")] if runtime and _is_own(runtime) else []),
-        _private_directory(),
+        places.private,
     ]
 
 
-def _is_root() -> bool:
-    return os.geteuid() == 0
-
-
-def user_socket() -> str:
+def user_socket(places: Places | None = None) -> str:
     """Return the path of this user's own socket, whatever the machine has.
 
     Raises: AccessDenied: it would be in ``/tmp/ffserve-UID``, which does not belong to this user
@@ -137,13 +150,9 @@ def user_socket() -> str:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and _is_own(runtime):
         return os.path.join(runtime, "ffserve", "ffserve.sock")
-    directory = _private_directory()
+    directory = (places or Places.of_process()).private
     _check_private(directory)
     return os.path.join(directory, "ffserve.sock")
-
-
-def _private_directory() -> str:
-    return f"/tmp/ffserve-{os.geteuid()}"
 
 
 def _is_own(directory: str) -> bool:

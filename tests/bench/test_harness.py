@@ -347,16 +347,13 @@ def test_a_peer_may_have_an_interpreter_of_its_own(bench: Bench, tmp_path: Path)
 
 
 @pytest.mark.check
-def test_a_peer_that_hangs_is_left_out_and_does_not_run_again(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_that_hangs_is_left_out_and_does_not_run_again(bench: Bench, tmp_path: Path) -> None:
     own = own_environment(tmp_path, "a-peer")
     (own / "bin" / "python").unlink()
     (own / "bin" / "python").write_text(f"#!/bin/sh\necho >>{tmp_path}/runs\nsleep 1000\n")
     (own / "bin" / "python").chmod(0o755)
-    monkeypatch.setattr(kinds, "PEER_TIMEOUT_S", 3.0)
     peer = peers.Peer(
-        "a peer", "a-peer", "only_there", lambda data, directory: None, prefix=str(tmp_path)
+        "a peer", "a-peer", "only_there", lambda *_: None, prefix=str(tmp_path), timeout_s=3.0
     )
     data = small(tmp_path)
     os.mkdir(peer.files_path(bench.folder, data))

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from daemon import (
-    DEADLINE_S,
     Daemon,
     client,
     everything_is_given_back,
@@ -98,12 +97,9 @@ def test_a_child_held_its_parents_leases(path: str) -> None:
         nothing_is_kept(daemon)
 
 
-def test_half_a_message_was_sent_and_then_another(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_a_message_was_sent_and_then_another(path: str) -> None:
     """A signal's handler raised while a message of half a megabyte was sent. The daemon took what
     came next for the rest of it: other samples would have been leased than those looked at."""
-    monkeypatch.setattr(connection, "SILENCE_S", int(2 * DEADLINE_S))
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

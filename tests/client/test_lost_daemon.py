@@ -17,7 +17,7 @@ import ffserve
 from ffserve.client.daemon import handshake
 from ffserve.client.failover import RECONNECT_S
 from ffserve.errors import ServerUnavailable, UsageError
-from ffserve.system import socket_path
+from ffserve.system.socket_path import Places
 
 COUNT, SIZE = 100, 30_000
 NEVER_S = 1000.0
@@ -80,9 +80,9 @@ def test_the_error_about_a_lost_daemon_named_another_socket(
     monkeypatch.setitem(RECONNECT_S, "require", 0.1)
     monkeypatch.delenv("FFSERVE_SOCKET", raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(socket_path, "_is_root", lambda: False)
     with serving() as daemon:
-        monkeypatch.setattr(socket_path, "SYSTEM_SOCKET", daemon.socket)
+        places = Places(daemon.socket, str(tmp_path), is_root=False)
+        monkeypatch.setattr(Places, "of_process", lambda: places)
         with ffserve.open(path, server="require") as reader:
             daemon.end()
             with pytest.raises(ServerUnavailable) as raised:

@@ -19,12 +19,6 @@ from ffserve.client.failover import RECONNECT_S, OpenRequest, source_over
 from ffserve.errors import ProtocolError
 
 
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody gives up because of silence."""
-    monkeypatch.setattr(connections, "SILENCE_S", 1000)
-
-
 @pytest.fixture
 def path(tmp_path: Path) -> str:
     return write(tmp_path / "a.ffr", [sample(0), sample(1)])

@@ -219,13 +219,12 @@ def test_smaller_share_lies_in_a_larger_one(path: str) -> None:
         before = now
 
 
-def test_fitting_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_files, "free_memory", lambda: 1000)
-    assert fitting_share(0) == 1
-    assert fitting_share(800) == 1
-    assert fitting_share(1600) == 0.5
-    assert fitting_share(1700) == 7 / 16
-    assert fitting_share(10**9) == 0
+def test_fitting_share() -> None:
+    assert fitting_share(0, 1000) == 1
+    assert fitting_share(800, 1000) == 1
+    assert fitting_share(1600, 1000) == 0.5
+    assert fitting_share(1700, 1000) == 7 / 16
+    assert fitting_share(10**9, 1000) == 0
 
 
 def test_damage_is_told_alike_in_memory_and_on_disk(path: str) -> None:
@@ -451,8 +450,7 @@ def test_readers_dropped_without_close_leaked_their_files(path: str) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before + 2  # of the engine, if it is new
 
 
-def test_linux_aio_read_the_page_cache_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linux_aio_read_the_page_cache_one_by_one() -> None:
     """Linux AIO waits for each buffered read, so a process that reads by itself uses threads."""
-    monkeypatch.setattr(io, "_trial", {"registered": "no", "uring": "refused"}.get)
-    with io.local_engine() as engine:
+    with io.local_engine("aio") as engine:
         assert engine.kind == "threads"

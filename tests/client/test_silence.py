@@ -39,7 +39,6 @@ def path(tmp_path: Path) -> str:
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
     """A daemon that readers with `server="auto"` find."""
-    monkeypatch.setattr(failover, "_logged", set())
     with serving() as daemon:
         monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
         yield daemon

@@ -19,7 +19,6 @@ from daemon import Daemon, Raw, proxy, run_python, sample, serving, write
 
 import ffserve
 from ffserve import protocol
-from ffserve.client import failover
 from ffserve.client.daemon.mapped_memory import UnmappedError, check_page
 from ffserve.errors import ProtocolError, ServerUnavailable
 from ffserve.system.memfd import MemoryFile
@@ -69,7 +68,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def behind_proxy(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The socket of a proxy, at which readers look for the daemon."""
-    monkeypatch.setattr(failover, "_logged", set())
     with proxy(daemon.socket, tmp_path / "proxy") as place:
         monkeypatch.setenv("FFSERVE_SOCKET", place)
         yield place

@@ -64,8 +64,6 @@ def test_golden_is_written_byte_for_byte(name: str, known: bool, tmp_path: Path)
 def test_large_samples_go_through_every_path(
     known: bool, kernel_copies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer_module, "BUFFER_SIZE", 1000)
-    monkeypatch.setattr(writer_module, "_MOVE_SIZE", 4096)
     if not kernel_copies:  # as on file systems that answer EXDEV or ENOSYS
 
         def refuse(*_: Any) -> int:
@@ -73,29 +71,32 @@ def test_large_samples_go_through_every_path(
 
         monkeypatch.setattr(os, "copy_file_range", refuse)
     rng = np.random.default_rng(1)
-    payloads = [rng.bytes(int(n)) for n in rng.integers(0, 3000, 60)] + [b"", rng.bytes(20000)]
+    sizes = [*rng.integers(0, 600_000, 30).tolist(), 0, writer_module.BUFFER_SIZE + 1, 7]
+    payloads = [rng.bytes(size) for size in sizes]
+    assert sum(sizes) > writer_module._MOVE_SIZE
     with create(tmp_path / "a.ffr", n=len(payloads) if known else None) as writer:
         for payload in payloads:
             writer.write(payload)
     assert split((tmp_path / "a.ffr").read_bytes()) == payloads
 
 
-def test_a_file_without_n_needed_its_size_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_without_n_needed_its_size_twice(tmp_path: Path) -> None:
     used: list[int] = []
-    copied = writer_module._copy
     writer = create(tmp_path / "a.ffr")
     for _ in range(10):
         writer.write(bytes(4 << 20))
     files = writer._files
 
-    def measured(*arguments: Any) -> None:
-        copied(*arguments)
-        used.append(sum(os.fstat(fd).st_blocks * 512 for fd in (files.fd, files.spool())))
+    def measure(event: str, _: tuple[object, ...]) -> None:
+        if event == "os.truncate" and not done.is_set():  # what was copied is about to be freed
+            used.append(sum(os.fstat(fd).st_blocks * 512 for fd in (files.fd, files.spool())))
 
-    monkeypatch.setattr(writer_module, "_copy", measured)
-    writer.close()
+    done = threading.Event()
+    sys.addaudithook(measure)
+    try:
+        writer.close()
+    finally:
+        done.set()
     assert len(used) == 5 and max(used) < 49 << 20
     assert (tmp_path / "a.ffr").stat().st_size == 12 + 120 + (40 << 20)
 
@@ -170,16 +171,22 @@ def test_an_exception_inside_with_goes_through_and_leaves_nothing(tmp_path: Path
 
 
 NAMELESS = [True, False]
-"""Whether the file system can make files without a name. O_DIRECTORY in O_TMPFILE's place fails
-as on one that cannot (EISDIR)."""
+"""Whether the file system can make files without a name."""
+
+
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have files with names only. O_DIRECTORY in O_TMPFILE's place fails as on a file system that
+    cannot make others (EISDIR)."""
+    monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY)
 
 
 @pytest.mark.parametrize("nameless", NAMELESS)
 def test_until_close_the_old_file_stays(
-    nameless: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nameless: bool, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     if not nameless:
-        monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY)
+        request.getfixturevalue("named")
     path = tmp_path / "a.ffr"
     path.write_bytes(b"old")
     path.chmod(0o640)
@@ -315,10 +322,7 @@ def _in_child(work: Callable[[], None]) -> None:
     assert os.waitpid(pid, 0)[1] == 0
 
 
-def test_a_forked_copy_neither_finishes_nor_removes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY)
+def test_a_forked_copy_neither_finishes_nor_removes(named: None, tmp_path: Path) -> None:
     writer = create(tmp_path / "a.ffr", n=2)
     writer.write(b"parent")
 
@@ -344,7 +348,7 @@ def test_a_forked_copy_neither_finishes_nor_removes(
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("nameless", NAMELESS)
 def test_sigkill_leaves_nothing_or_a_temporary_file_until_the_next_writer(
-    moment: str, known: bool, nameless: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    moment: str, known: bool, nameless: bool, named: None, tmp_path: Path
 ) -> None:
     path = tmp_path / "a.ffr"
     code = f"""
@@ -373,7 +377,6 @@ def test_sigkill_leaves_nothing_or_a_temporary_file_until_the_next_writer(
     assert child.stdout is not None
     assert child.stdout.readline() == b"now\n"
     left = os.listdir(tmp_path)
-    monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY)
     create(path).abort()
     assert os.listdir(tmp_path) == left, "a writer that lives is left alone"
     child.send_signal(signal.SIGKILL)

@@ -27,8 +27,9 @@ from ffserve.errors import (
     TruncatedError,
     UsageError,
 )
-from ffserve.formats import by_name, by_suffix, detect, ffrecord
+from ffserve.formats import by_name, by_suffix, detect
 from ffserve.formats.base import HEAD_SIZE, PIECE_SIZE, Shard
+from ffserve.formats.ffrecord import FFRecord
 from ffserve.testing import reader_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ffrecord"
@@ -272,21 +273,17 @@ def test_small_tables_were_read_twice() -> None:
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_small_tables_are_kept_as_large_ones_are_read(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_tables_are_kept_as_large_ones_are_read(name: str) -> None:
     content = (GOLDEN / name).read_bytes()
     shard = opened(content)
-    monkeypatch.setattr(ffrecord, "KEPT_COUNT", -1)
-    other = opened(content)
+    other = FFRecord(kept_count=-1).open(reader_of(content), len(content), "some.ffr")
     assert (shard.count, shard.fingerprint) == (other.count, other.fingerprint)
     assert tables(shard) == tables(other)
 
 
-def test_load_refuses_tables_that_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ffrecord, "KEPT_COUNT", 0)
+def test_load_refuses_tables_that_changed() -> None:
     content = bytearray((GOLDEN / "plain.ffr").read_bytes())
-    shard = FFRECORD.open(
+    shard = FFRecord(kept_count=0).open(
         lambda offset, into: reader_of(bytes(content))(offset, into), len(content), "some.ffr"
     )
     content[13] ^= 1

@@ -156,16 +156,14 @@ def test_small_file_gets_none_unless_asked_for(tmp_path: Path, scans: list[str])
     assert shardfile.write_index_file(path, renew=True) is not None and len(scans) == 2
 
 
-def test_a_scan_of_minutes_said_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_scan_of_minutes_said_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = str(tmp_path / "a.tfrecord.gz")
     with ffserve.create(path) as writer:
         for _ in range(50):
             writer.write(os.urandom(100_000))
-    with caplog.at_level("WARNING", "ffserve"), ffserve.open(path, server="off") as reader:
-        monkeypatch.setattr(shardfile, "SAID_AFTER_S", 0.0)
-        assert len(reader) == 50
+    told = shardfile.progress_of(path, os.path.getsize(path), after_s=0.0)
+    with caplog.at_level("WARNING", "ffserve"), open(path, "rb") as file:
+        assert shardfile.open_shard(file.fileno(), path, seen=told).count == 50
     said = [record.getMessage() for record in caplog.records]
     assert said and all(line.startswith(f"{path}: ") for line in said)
     done = [int(line.removeprefix(f"{path}: scanned ").split()[0]) for line in said]
@@ -193,27 +191,30 @@ def test_directory_of_others_gets_none_of_ours_but_the_cache_does(
     assert len(scans) == 1
 
 
-def test_cache_directory_is_bounded(
-    path: str, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def limited(cache: Path, **limits: int) -> None:
+    known = index_file.CacheDirectory(str(cache), **limits)
+    index_file.cache_directories[str(cache)] = known
+
+
+def test_cache_directory_is_bounded(path: str, cache: Path) -> None:
     os.chmod(os.path.dirname(path), 0o1777)
     check(path)
     [first] = os.listdir(cache)
     size = (cache / first).stat().st_size
     os.utime(cache / first, (1, 1))
-    monkeypatch.setattr(index_file, "CACHE_LIMIT", 2 * size)
+    limited(cache, most_size=2 * size)
     for name in ("b.tfrecord", "c.tfrecord"):
         other = os.path.join(os.path.dirname(path), name)
         shutil.copy(path, other)
         check(other)
     assert len(os.listdir(cache)) == 2 and first not in os.listdir(cache)
-    monkeypatch.setattr(index_file, "CACHE_LIMIT", size - 1)
+    limited(cache, most_size=size - 1)
     check(path)
     assert os.listdir(cache) == []
 
 
 def test_a_link_in_the_place_of_the_cache_lost_the_files_that_it_led_to(
-    path: str, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scans: list[str]
+    path: str, cache: Path, tmp_path: Path, scans: list[str]
 ) -> None:
     """Room was made among them, where another user could make the directory."""
     os.chmod(os.path.dirname(path), 0o1777)
@@ -223,7 +224,7 @@ def test_a_link_in_the_place_of_the_cache_lost_the_files_that_it_led_to(
         (victim / name).write_bytes(bytes(1000))
     cache.parent.mkdir(parents=True, exist_ok=True)
     cache.symlink_to(victim)
-    monkeypatch.setattr(index_file, "CACHE_LIMIT", 1500)
+    limited(cache, most_size=1500)
     check(path)
     assert sorted(os.listdir(victim)) == ["other.ffx", "thesis.tex"]
     cache.unlink()
@@ -647,7 +648,7 @@ def test_a_sparse_index_file_was_read_whole(tmp_path: Path, claimed: int) -> Non
 
 
 def test_a_cache_of_many_index_files_was_listed_for_each_new_one(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cache: Path
 ) -> None:
     """With 7,000 files in the cache, an opening took 180 ms instead of 24."""
     listed: list[str] = []
@@ -658,7 +659,7 @@ def test_a_cache_of_many_index_files_was_listed_for_each_new_one(
 
     identity = index_file.Identity("tfrecord", 0, 0, 0, 0)
     files = [tmp_path / f"{k}.tfrecord" for k in range(100)]
-    monkeypatch.setattr(index_file, "CACHE_COUNT", 64)
+    limited(cache, most_count=64)
     sys.addaudithook(listing)
     listed.append("begin")
     for file in files:

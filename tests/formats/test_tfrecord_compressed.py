@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import tracemalloc
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from ffserve.engine import inflate
 from ffserve.errors import ChecksumError, FFServeError, FormatError, TruncatedError
 from ffserve.formats import tfcompressed
-from ffserve.formats.tfcompressed import CompressedShard, restore
+from ffserve.formats.tfcompressed import CompressedShard, PassSizes, restore
 from ffserve.formats.tfrecord import frame_header
 from ffserve.formats.tfstream import compression_of
 from ffserve.testing import reader_of
@@ -39,10 +40,9 @@ LARGE = [text(int(n)) for n in RNG.integers(0, 9000, 400)]
 PLAIN = written(LARGE)
 
 
-@pytest.fixture
-def small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in (("SPAN_SIZE", 50_000), ("READ_SIZE", 3000), ("PIECE_SIZE", 20_000)):
-        monkeypatch.setattr(tfcompressed, name, size)
+SMALL = PassSizes(span=50_000, read=3000, piece=20_000)
+small = functools.partial(indexed, sizes=SMALL)
+"""In small spans."""
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -59,11 +59,10 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.check
-@pytest.mark.usefixtures("small_spans")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_chunk_is_decoded_alone_and_in_any_order(kind: str) -> None:
     content = squeeze(PLAIN, **KINDS[kind])
-    shard = indexed(content)
+    shard = small(content)
     assert shard.count == len(LARGE) and len(shard.chunks) > 10, "it has chunks to speak of"
     assert shard.lengths.tolist() == [len(each) for each in LARGE]
     firsts = shard.chunks.firsts
@@ -85,7 +84,6 @@ def test_chunks_are_about_as_large_as_they_should_be() -> None:
     assert int(extents.sum()) < 1.4 * shard.size, "it reads little of its neighbours"
 
 
-@pytest.mark.usefixtures("small_spans")
 def test_records_across_spans_and_pieces_and_larger_than_them() -> None:
     sizes = (3, 200_000, 0, 0, 49_999, 50_000, 50_001, 700_000, 1, 19_988, 20_000, 5, 130_000, 2)
     payloads = [text(size) for size in sizes]
@@ -96,28 +94,26 @@ def test_records_across_spans_and_pieces_and_larger_than_them() -> None:
         {"members": True, "cuts": [250_000]},
     ):
         content = squeeze(written(payloads), **options)  # type: ignore[arg-type]
-        assert all_of(indexed(content), content) == payloads
+        assert all_of(small(content), content) == payloads
 
 
-@pytest.mark.usefixtures("small_spans")
 def test_no_records_and_empty_members() -> None:
     for content in (gzip.compress(b""), zlib.compress(b""), gzip.compress(b"") * 3):
-        shard = indexed(content)
+        shard = small(content)
         assert shard.count == len(shard.chunks) == 0
         assert restore(shard.lengths, shard.checksums, shard.kept, len(content), "file") is not None
     content = gzip.compress(b"") * 3 + gzip.compress(PLAIN) + gzip.compress(b"") + bytes(700)
-    assert all_of(indexed(content), content) == LARGE
+    assert all_of(small(content), content) == LARGE
 
 
 # ---- windows -------------------------------------------------------------------------------------
 
 
 @pytest.mark.check
-@pytest.mark.usefixtures("small_spans")
 @pytest.mark.parametrize("kind", KINDS)
 def test_window_has_what_is_referred_to_and_nothing_else(kind: str) -> None:
     content = squeeze(PLAIN, **KINDS[kind])
-    shard = indexed(content)
+    shard = small(content)
     kept = 0
     for number, row in enumerate(shard.rows):
         window = shard._window(number)
@@ -181,69 +177,65 @@ def a_file(data: st.DataObject, most: int) -> tuple[list[bytes], bytes]:
     return payloads, content
 
 
-def sizes_of_the_pass(data: st.DataObject, patch: pytest.MonkeyPatch, size: int) -> None:
+def sizes_of_the_pass(data: st.DataObject, size: int) -> PassSizes:
     smallest = 1 + size // 2000
-    patch.setattr(tfcompressed, "SPAN_SIZE", data.draw(st.sampled_from([1, 300, 5000, 40_000])))
-    patch.setattr(
-        tfcompressed, "READ_SIZE", data.draw(st.sampled_from([smallest, 17 * smallest, 70_000]))
+    return PassSizes(
+        span=data.draw(st.sampled_from([1, 300, 5000, 40_000])),
+        read=data.draw(st.sampled_from([smallest, 17 * smallest, 70_000])),
+        piece=data.draw(st.sampled_from([300, 5000, 70_000])),
     )
-    patch.setattr(tfcompressed, "PIECE_SIZE", data.draw(st.sampled_from([300, 5000, 70_000])))
 
 
 def written_then_read(data: st.DataObject, most: int) -> None:
     payloads, content = a_file(data, most)
-    with pytest.MonkeyPatch.context() as patch:
-        sizes_of_the_pass(data, patch, len(content))
-        if compression_of(content[:4096]) is None:
-            return
-        shard = indexed(content)
-        assert all_of(shard, content) == payloads
-        again = restore(shard.lengths, shard.checksums, shard.kept, len(content), "file")
-        assert again is not None and all_of(again, content) == payloads
+    sizes = sizes_of_the_pass(data, len(content))
+    if compression_of(content[:4096]) is None:
+        return
+    shard = indexed(content, sizes=sizes)
+    assert all_of(shard, content) == payloads
+    again = restore(shard.lengths, shard.checksums, shard.kept, len(content), "file")
+    assert again is not None and all_of(again, content) == payloads
 
 
 def damaged_then_read(data: st.DataObject, most: int) -> None:
     """Damage to the file, after it was indexed and before; to the index; to both."""
     payloads, content = a_file(data, most)
-    with pytest.MonkeyPatch.context() as patch:
-        sizes_of_the_pass(data, patch, len(content))
-        if compression_of(content[:4096]) is None or not payloads:
-            return
-        shard: CompressedShard | None = indexed(content)
+    sizes = sizes_of_the_pass(data, len(content))
+    if compression_of(content[:4096]) is None or not payloads:
+        return
+    shard: CompressedShard | None = indexed(content, sizes=sizes)
+    assert shard is not None
+    wrong = bytearray(content)
+    for place in data.draw(st.lists(st.integers(10, len(content) - 1), max_size=3)):
+        wrong[place] ^= data.draw(st.integers(1, 255))
+    kept = bytearray(shard.kept)
+    for place in data.draw(st.lists(st.integers(0, len(kept) - 1), max_size=3)):
+        kept[place] ^= data.draw(st.integers(1, 255))
+    shard = restore(shard.lengths, shard.checksums, bytes(kept), len(content), "file")
+    for number in range(len(shard.chunks) if shard else 0):
         assert shard is not None
-        wrong = bytearray(content)
-        for place in data.draw(st.lists(st.integers(10, len(content) - 1), max_size=3)):
-            wrong[place] ^= data.draw(st.integers(1, 255))
-        kept = bytearray(shard.kept)
-        for place in data.draw(st.lists(st.integers(0, len(kept) - 1), max_size=3)):
-            kept[place] ^= data.draw(st.integers(1, 255))
-        shard = restore(shard.lengths, shard.checksums, bytes(kept), len(content), "file")
-        for number in range(len(shard.chunks) if shard else 0):
-            assert shard is not None
-            first, end = shard.chunks.firsts[number : number + 2].tolist()
-            shard.limit(1 << 24)
+        first, end = shard.chunks.firsts[number : number + 2].tolist()
+        shard.limit(1 << 24)
+        try:
+            assert chunk(shard, bytes(wrong), number) == payloads[first:end]
+        except FFServeError as error:
+            assert error.path == "file"
+    if compression_of(bytes(wrong[:4096])) is None:
+        return
+    for tolerant in (False, True):
+        try:
+            found = indexed(bytes(wrong), sizes=sizes, tolerant=tolerant)
+        except FFServeError as error:
+            assert error.path == "file" and (error.offset is not None or error.index is not None)
+            continue
+        some = []
+        for number in range(len(found.chunks)):
             try:
-                assert chunk(shard, bytes(wrong), number) == payloads[first:end]
+                some += chunk(found, bytes(wrong), number)
             except FFServeError as error:
-                assert error.path == "file"
-        if compression_of(bytes(wrong[:4096])) is None:
-            return
-        for tolerant in (False, True):
-            try:
-                found = indexed(bytes(wrong), tolerant=tolerant)
-            except FFServeError as error:
-                assert error.path == "file" and (
-                    error.offset is not None or error.index is not None
-                )
-                continue
-            some = []
-            for number in range(len(found.chunks)):
-                try:
-                    some += chunk(found, bytes(wrong), number)
-                except FFServeError as error:
-                    assert error.path == "file" and bytes(wrong) != content
-            # A damaged reference may copy a small record to another place, if nothing checks that.
-            assert set(some) <= set(payloads)
+                assert error.path == "file" and bytes(wrong) != content
+        # A damaged reference may copy a small record to another place, if nothing checks that.
+        assert set(some) <= set(payloads)
 
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -292,7 +284,6 @@ def outcome(shard: CompressedShard, content: bytes) -> list[bytes | str]:
     return found
 
 
-@pytest.mark.usefixtures("small_spans")
 @pytest.mark.parametrize("kind", ["gzip", "zlib", "members", "stored"])
 def test_records_damaged_before_compression_fail_alone(kind: str) -> None:
     places, plain = starts(LARGE), bytearray(PLAIN)
@@ -301,30 +292,29 @@ def test_records_damaged_before_compression_fail_alone(kind: str) -> None:
         plain[places[record] + 12] ^= 1
     content = squeeze(bytes(plain), **KINDS[kind])
     for options in ({}, {"tolerant": True}):
-        shard = indexed(content, **options)
+        shard = small(content, **options)
         expected = ["ChecksumError" if k in bad else each for k, each in enumerate(LARGE)]
         assert outcome(shard, content) == expected and shard.sound
         again = restore(shard.lengths, shard.checksums, shard.kept, len(content), "file")
         assert again is not None and outcome(again, content) == expected
-    found = outcome(indexed(content, verify=False), content)
+    found = outcome(small(content, verify=False), content)
     assert len(found) == len(LARGE) and "ChecksumError" not in found
 
 
-@pytest.mark.usefixtures("small_spans")
 @pytest.mark.parametrize("compression", ["gzip", "zlib"])
 def test_file_damaged_or_cut_is_refused_with_the_place(compression: str) -> None:
     whole = squeeze(PLAIN, compression)
     half = bytearray(whole)
     half[len(whole) // 2 : len(whole) // 2 + 40] = b"\xff" * 40
     with pytest.raises(FormatError) as caught:
-        indexed(bytes(half))
+        small(bytes(half))
     assert caught.value.path == "file"
     assert caught.value.offset is not None or caught.value.index is not None
     with pytest.raises(TruncatedError, match=f"inside its {compression} stream") as cut:
-        indexed(whole[:-20_000])
+        small(whole[:-20_000])
     assert cut.value.offset == len(whole) - 20_000
     for content in (bytes(half), whole[:-20_000]):
-        shard = indexed(content, tolerant=True)
+        shard = small(content, tolerant=True)
         found = outcome(shard, content)
         some = len(found) - 1
         assert 50 < some < len(LARGE) and found[:some] == LARGE[:some] and not shard.sound
@@ -332,9 +322,9 @@ def test_file_damaged_or_cut_is_refused_with_the_place(compression: str) -> None
     wrong = bytearray(whole)
     wrong[-5 if compression == "gzip" else -1] ^= 1
     with pytest.raises(FormatError, match="stream is damaged: incorrect data check") as sums:
-        indexed(bytes(wrong))
+        small(bytes(wrong))
     assert sums.value.offset is not None
-    shard = indexed(bytes(wrong), tolerant=True)
+    shard = small(bytes(wrong), tolerant=True)
     assert outcome(shard, bytes(wrong)) == [*LARGE, "FormatError"]
 
 
@@ -352,10 +342,9 @@ def test_length_damaged_before_compression() -> None:
             indexed(content)
 
 
-@pytest.mark.usefixtures("small_spans")
 def test_damage_after_indexing_fails_one_chunk() -> None:
     content = squeeze(PLAIN)
-    shard = indexed(content)
+    shard = small(content)
     begin, end = int(shard.chunks.begins[10]), int(shard.chunks.begins[11])
     wrong = bytearray(content)
     wrong[(begin + end) // 2] ^= 0x10
@@ -377,9 +366,8 @@ def bomb(pieces: Iterator[bytes]) -> bytes:
 
 
 @pytest.mark.check
-def test_bombs_cost_no_memory_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tfcompressed, "OUTPUT_ALLOWED", 64 << 20)
-    monkeypatch.setattr(tfcompressed, "RECORDS_ALLOWED", 100_000)
+def test_bombs_cost_no_memory_and_end() -> None:
+    sizes = PassSizes(output_allowed=64 << 20, records_allowed=100_000)
     empty = written([b""]) * 65_536
     zeros = bytes(1 << 20)
     large = [frame_header(1 << 40)] + [zeros] * 256
@@ -389,7 +377,7 @@ def test_bombs_cost_no_memory_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
         tracemalloc.start()
         try:
             with pytest.raises(FormatError, match=rf"decode to \d+ {name}, more than allowed"):
-                indexed(content)
+                indexed(content, sizes=sizes)
             assert tracemalloc.get_traced_memory()[1] < 30 << 20
         finally:
             tracemalloc.stop()
@@ -405,10 +393,9 @@ def test_chunk_above_the_limit_is_refused_alone() -> None:
     assert shard.chunks.sizes.max() < 2 << 20
 
 
-@pytest.mark.usefixtures("small_spans")
 def test_every_impossible_number_in_an_index_is_refused() -> None:
     content = squeeze(PLAIN)
-    shard = indexed(content)
+    shard = small(content)
     tables = shard.lengths, shard.checksums
     head, rows = tfcompressed._HEAD, tfcompressed._ROW
 
@@ -453,10 +440,9 @@ def test_every_impossible_number_in_an_index_is_refused() -> None:
     assert not taken(shard.kept, tables[0][:0], tables[1][:0])
 
 
-@pytest.mark.usefixtures("small_spans")
 def test_wrong_index_gives_errors_never_other_bytes() -> None:
     content = squeeze(PLAIN)
-    shard = indexed(content)
+    shard = small(content)
     swapped = shard.lengths.copy()
     swapped[[20, 21]] = swapped[[21, 20]]
     other = restore(swapped, shard.checksums, shard.kept, len(content), "file")
@@ -472,11 +458,10 @@ def test_wrong_index_gives_errors_never_other_bytes() -> None:
     assert not shard.agrees(reader_of(content[:1000]), np.arange(1))
 
 
-@pytest.mark.usefixtures("small_spans")
 def test_a_file_with_damaged_chunks_has_the_records_that_it_had() -> None:
     content = squeeze(PLAIN)
-    for damaged, fits in ((1, True), (len(indexed(content).chunks), False)):
-        shard, wrong = indexed(content), bytearray(content)
+    for damaged, fits in ((1, True), (len(small(content).chunks), False)):
+        shard, wrong = small(content), bytearray(content)
         for number in range(damaged):
             place = int(shard.chunks.begins[number]) + 200
             wrong[place : place + 40] = bytes(40)

@@ -19,9 +19,9 @@ from tfrecord_files import SMALL, TFRECORD, starts, written
 
 from ffserve.engine.codec import crc32c, mask
 from ffserve.errors import ChecksumError, FFServeError, TruncatedError, UsageError
-from ffserve.formats import detect, tfrecord
+from ffserve.formats import detect
 from ffserve.formats.base import HEAD_SIZE, PIECE_SIZE
-from ffserve.formats.tfrecord import LARGE_SIZE, TFRecordShard, frame_header
+from ffserve.formats.tfrecord import FORMAT, LARGE_SIZE, TFRecord, TFRecordShard, frame_header
 from ffserve.formats.tfstream import compression_of
 from ffserve.testing import reader_of
 
@@ -34,8 +34,8 @@ PLAIN = [
 ]
 
 
-def opened(content: bytes, **options: Any) -> TFRecordShard:
-    shard = TFRECORD.open(reader_of(content), len(content), "some.tfrecord", **options)
+def opened(content: bytes, format: TFRecord = FORMAT, **options: Any) -> TFRecordShard:
+    shard = format.open(reader_of(content), len(content), "some.tfrecord", **options)
     assert isinstance(shard, TFRecordShard)
     return shard
 
@@ -57,9 +57,9 @@ def samples(content: bytes, **options: Any) -> list[bytes | None]:
     return found
 
 
-def skipped(content: bytes | bytearray) -> list[bytes]:
+def skipped(content: bytes | bytearray, format: TFRecord = FORMAT) -> list[bytes]:
     """What a tolerant reading of a file gives."""
-    return [s for s in samples(bytes(content), tolerant=True) if s is not None]
+    return [s for s in samples(bytes(content), format=format, tolerant=True) if s is not None]
 
 
 # ---- what TensorFlow wrote --------------------------------------------------------------------
@@ -192,19 +192,17 @@ def test_frame_behind_a_damaged_header_is_found_across_window_borders() -> None:
         assert skipped(damaged) == payloads[1:]
 
 
-def test_search_without_the_proof_finds_the_same_frame(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tfrecord, "REACH", -1)
+def test_search_without_the_proof_finds_the_same_frame() -> None:
     payloads = [bytes(2 * PIECE_SIZE), b"second", b"third"]
     damaged = bytearray(written(payloads))
     damaged[0] ^= 1
-    assert skipped(damaged) == payloads[1:]
+    assert skipped(damaged, TFRecord(reach=-1)) == payloads[1:]
 
 
-def test_file_made_to_be_searched_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_made_to_be_searched_is_given_up() -> None:
     count = 3000
     body = b"".join(frame_header(16 * (count - k) - 12) + b"none" for k in range(count))
     content = written([b"first"]) + b"\xff" * 12 + body
-    monkeypatch.setattr(tfrecord, "SEARCH_SIZE", 0)
     read = 0
 
     def counting(offset: int, into: memoryview) -> int:
@@ -212,7 +210,7 @@ def test_file_made_to_be_searched_is_given_up(monkeypatch: pytest.MonkeyPatch) -
         read += len(into)
         return reader_of(content)(offset, into)
 
-    shard = TFRECORD.open(counting, len(content), "some.tfrecord", tolerant=True)
+    shard = TFRecord(search_size=0).open(counting, len(content), "some.tfrecord", tolerant=True)
     assert not shard.sound and shard.offsets[0] == 12
     assert read < 20 * len(content)
 

@@ -25,8 +25,7 @@ from benchmarks.harness.measuring import held_in_memory
 from ffserve.engine.codec import checksum
 from ffserve.engine.io import buffered
 from ffserve.errors import STATUS_CHECKSUM, STATUS_TRUNCATED, ChecksumError, FFServeError
-from ffserve.reads import second_read
-from ffserve.reads.second_read import right_status, second_reads
+from ffserve.reads.second_read import PIECE_SIZE, right_status, second_reads
 
 SIZE, COUNT, BAD = 6000, 40, 7
 FAR = 0.85
@@ -261,10 +260,9 @@ def test_damage_is_counted_by_file(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.fixture
-def extents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, bytes]]:
-    """A file whose extents are read in small pieces, and its bytes."""
-    monkeypatch.setattr(second_read, "PIECE_SIZE", 8192)
-    content = b"".join(SAMPLES)
+def extents(tmp_path: Path) -> Iterator[tuple[int, bytes]]:
+    """A file of several pieces, and its bytes."""
+    content = np.random.default_rng(0).bytes(END)
     path = tmp_path / "file"
     path.write_bytes(content)
     path.chmod(0o600)
@@ -272,7 +270,8 @@ def extents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[i
         yield file.fileno(), content
 
 
-EXTENTS = ((0, 1), (SIZE - 3, 7), (5 * SIZE, SIZE), (1, 30_000), (COUNT * SIZE - 9, 9))
+END = 3 * PIECE_SIZE + 999
+EXTENTS = ((0, 1), (PIECE_SIZE - 3, 7), (5 * SIZE, SIZE), (1, 2 * PIECE_SIZE), (END - 9, 9))
 
 
 def test_an_extent_is_read_by_two_paths(extents: tuple[int, bytes]) -> None:
@@ -285,8 +284,8 @@ def test_an_extent_is_read_by_two_paths(extents: tuple[int, bytes]) -> None:
         assert right_status(fd, 1, begin, length, right, into) == (0, right)
         assert into == expected
         assert right_status(fd, 1, begin, length, right ^ 1) == (STATUS_CHECKSUM, right)
-    assert not list(second_reads(fd, COUNT * SIZE - 9, 10))
-    assert right_status(fd, 1, COUNT * SIZE - 9, 10, 7)[0] == STATUS_TRUNCATED
+    assert not list(second_reads(fd, END - 9, 10))
+    assert right_status(fd, 1, END - 9, 10, 7)[0] == STATUS_TRUNCATED
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -303,10 +302,10 @@ def test_a_file_that_may_not_be_opened_again_is_read_by_its_descriptor(
             os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
         with buffered(fd) as plain:
             assert not fcntl.fcntl(plain, fcntl.F_GETFL) & os.O_DIRECT
-        found = [bytes(each) for each in second_reads(fd, 5, 30_000)]
+        found = [bytes(each) for each in second_reads(fd, 5, PIECE_SIZE)]
     finally:
         os.seteuid(0)
-    assert found == 2 * [content[5:30_005]]
+    assert found == 2 * [content[5 : 5 + PIECE_SIZE]]
     assert fcntl.fcntl(fd, fcntl.F_GETFL) == flags
 
 

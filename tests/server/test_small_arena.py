@@ -38,9 +38,8 @@ def small() -> Iterator[Daemon]:
 
 @pytest.fixture
 def auto(small: Daemon, monkeypatch: pytest.MonkeyPatch) -> Daemon:
-    """Readers that say nothing find this daemon; what was logged before is forgotten."""
+    """Readers that say nothing find this daemon."""
     monkeypatch.setenv("FFSERVE_SOCKET", small.socket)
-    monkeypatch.setattr(failover, "_logged", set())
     return small
 
 
@@ -214,10 +213,8 @@ def errors_of(daemon: Daemon) -> int:
 def test_an_arena_full_of_leases_delays_one_read_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ffserve.client.daemon.shared_memory.REFUSED_S", 1e6)
     truth = [sample(i, [190_000]) for i in range(10)] + [sample(9, [3_000_000])] * 3
     path = write(tmp_path / "a.ffr", truth)
-    monkeypatch.setattr(failover, "_logged", set())
     with serving(arena="4MiB", patch=BUSY) as daemon, daemon.open(path) as other:
         monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
         with other.lease(range(10)) as held, ffserve.open(path) as reader:
@@ -243,7 +240,7 @@ def test_an_arena_that_stays_full_is_asked_ever_more_seldom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "a.ffr", [*[bytes(190_000)] * 10, bytes(3_000_000)])
-    monkeypatch.setattr(failover, "_logged", {"busy"})
+    failover._logged.add("busy")
     monkeypatch.setattr("ffserve.client.daemon.shared_memory.REFUSED_S", 0.05)
     with serving(arena="4MiB", patch=BUSY) as daemon, daemon.open(path) as other:
         monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
@@ -259,7 +256,6 @@ def test_the_daemon_is_asked_again_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path / "a.ffr", [b"small", sample(1, [3_000_000])])
-    monkeypatch.setattr(failover, "_logged", set())
     with serving(arena="1MiB") as daemon, caplog.at_level(logging.ERROR, logger="ffserve"):
         monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
         with ffserve.open(path) as reader:

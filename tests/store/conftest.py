@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from origins import HttpOrigin, http_origin, settled
+from origins import HttpOrigin, ask_origins, http_origin, settled
 
 from ffserve.store import fetching
 
@@ -22,11 +22,16 @@ def server(own_store: None) -> Iterator[HttpOrigin]:
 
 
 @pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """Let other tests know nothing of the origins of one."""
+    yield
+    fetching.forget()
+
+
+@pytest.fixture(autouse=True)
 def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this process know no origin and no store but one that is empty, and wait little."""
-    for name in ("_fetchers", "_breakers", "_listed", "_threads"):
-        monkeypatch.setattr(fetching, name, {})
-    monkeypatch.setattr(fetching, "FIRST_PAUSE_S", 0.01)
+    ask_origins()
     monkeypatch.setenv("FFSERVE_STORE", str(tmp_path / "store"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("FFSERVE_SOCKET", str(tmp_path / "s"))

@@ -39,7 +39,7 @@ BLOCK = 64 << 10
 PATCH = (
     "import ffserve.config as c, ffserve.store.directory as d, ffserve.store.fetching as f\n"
     f"c.MIN_STORE_SIZE = 0\nd.Store.__init__.__defaults__ = (None, {BLOCK})\n"
-    "f.FIRST_PAUSE_S = 0.01\n"
+    "f.Patience.__new__.__defaults__ = (f.GIVE_UP_S, f.CONTACT_S, 0.01)\n"
 )
 LINES = [r"remote files: store /.*, .* of .*"]
 FORMATS: list[tuple[str, dict[str, Any]]] = [
@@ -60,7 +60,6 @@ def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FFSERVE_START", "0")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(failover, "_logged", set())
 
 
 def daemon_options(

@@ -194,7 +194,7 @@ def test_a_datanode_that_stops_and_comes_back(
             right = [k for k, one in enumerate(got) if not isinstance(one, ReadError)]
             assert all(bytes(got[k]) == samples[k] for k in right)
             # With more patience a read waits for it.
-            monkeypatch.setattr(fetching, "GIVE_UP_S", 120.0)
+            fetching.forget(fetching.Patience(120.0, 120.0))
             answers: list[object] = []
             waiting = threading.Thread(target=lambda: answers.append(reader.read(range(COUNT))))
             waiting.start()

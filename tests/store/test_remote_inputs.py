@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 from daemon import until
-from origins import HttpOrigin
+from origins import HttpOrigin, ask_origins
 
 from ffserve.errors import MissingFile, ReadError, UsageError
 from ffserve.inputs import download, find_inputs
 from ffserve.inputs.places import find
 from ffserve.inputs.stream import WorkerStream, splits_of
 from ffserve.store import fetching
+from ffserve.store.directory import Store
 
 pytest.importorskip("fsspec")
 pytest.importorskip("aiohttp")
@@ -211,10 +212,8 @@ def test_failures_that_pass_are_survived(server: HttpOrigin, tmp_path: Path) -> 
     assert server.cuts == 0
 
 
-def test_failures_that_stay_are_said(
-    server: HttpOrigin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fetching, "GIVE_UP_S", 0.3)
+def test_failures_that_stay_are_said(server: HttpOrigin, tmp_path: Path) -> None:
+    ask_origins(0.3)
     url = server.put("a.bin", noise(1))
     [listing] = find_inputs([url]).values()
     server.status = 503
@@ -325,8 +324,9 @@ def test_a_stream_goes_on_where_it_was_cut(server: HttpOrigin) -> None:
     assert server.total == before, "each block was fetched once"
 
 
-def test_a_changed_file_ends_a_stream(server: HttpOrigin, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "MOST_READ_AHEAD", 0)
+def test_a_changed_file_ends_a_stream(server: HttpOrigin) -> None:
+    directory = fetching.default_directory()
+    fetching._fetchers[directory] = fetching.Fetcher(Store(directory, 1 << 30), read_ahead=0)
     url = server.put("a.txt", lines(1, 4 * SIZE))
     [listing] = find_inputs([url]).values()
     blocks = WorkerStream(

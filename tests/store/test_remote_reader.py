@@ -16,12 +16,11 @@ from typing import Any
 
 import pytest
 from daemon import run_python, serving, until
-from origins import HttpOrigin, settled
+from origins import HttpOrigin, ask_origins, settled
 from own_daemons import daemons, own_daemons, use
 
 import ffserve
 from ffserve.cli import run
-from ffserve.client import failover
 from ffserve.client.daemon import connection
 from ffserve.errors import (
     ChecksumError,
@@ -58,11 +57,6 @@ def way(request: pytest.FixtureRequest, own_store: None, monkeypatch: pytest.Mon
     if request.param == "auto":
         use(request.getfixturevalue("started"), monkeypatch)
     return str(request.param)
-
-
-@pytest.fixture(autouse=True)
-def new_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failover, "_logged", set())
 
 
 def samples_of(count: int, size: int, seed: int = 0) -> list[bytes]:
@@ -395,7 +389,7 @@ def test_bad_input(server: HttpOrigin, tmp_path: Path, way: str) -> None:
 
 @pytest.mark.check
 def test_neighbours_come_by_one_request_and_large_samples_by_several(
-    server: HttpOrigin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: HttpOrigin, tmp_path: Path
 ) -> None:
     samples = [random.Random(k).randbytes(10_000) for k in range(600)]
     url = served(server, tmp_path, "ffrecord", samples)
@@ -409,9 +403,10 @@ def test_neighbours_come_by_one_request_and_large_samples_by_several(
         assert len(server.spans) == len(far)
         assert sum(end - begin for _, begin, end in server.spans) == 10_000 * len(far)
         server.spans.clear()
-        monkeypatch.setattr(ranges, "RANGE_SIZE", 4000)
-        assert plain(reader.read([400])) == [samples[400]]
-        assert len(server.spans) == 3
+    ranged = ranges.RangedObject(fetching.identity_of(url), range_size=4000)
+    coming = [ranges.bytes_of(future) for _, _, future in ranged.ask_all(1000, 11_000)]
+    assert b"".join(coming) == server.files["a.ffr"][1000:11_000]
+    assert len(server.spans) == 3
 
 
 @pytest.mark.check
@@ -446,10 +441,8 @@ def test_opening_a_file_with_tables_reads_little(server: HttpOrigin, tmp_path: P
         assert server.total <= ranges.HEAD_SIZE
 
 
-def test_other_samples_are_served_when_an_origin_fails(
-    server: HttpOrigin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fetching, "GIVE_UP_S", 0.3)
+def test_other_samples_are_served_when_an_origin_fails(server: HttpOrigin, tmp_path: Path) -> None:
+    ask_origins(0.3)
     samples = samples_of(100, 4000)
     url = served(server, tmp_path, "ffrecord", samples)
     local = tmp_path / "b.ffr"

@@ -80,11 +80,11 @@ def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     folder.mkdir()
     for name, program in (("folder", FOLDER), ("lost", LOST)):
         (folder / f"{name}.py").write_text(program)
-    monkeypatch.setattr(schemes, "__path__", [*schemes.__path__, str(folder)])
+    schemes.__path__.append(str(folder))
     monkeypatch.setenv("FOLDER_ROOT", str(tmp_path / "files"))
     _look_again()
     yield f"import ffserve.store.schemes as n\nn.__path__.append({str(folder)!r})\n"
-    monkeypatch.undo()
+    schemes.__path__.remove(str(folder))
     _look_again()
 
 

@@ -19,7 +19,7 @@ from ffserve.cli import run
 from ffserve.errors import ReadError, UsageError
 from ffserve.store import staging
 from ffserve.store.origin import ObjectVersion
-from ffserve.store.staging import Staging, plan_staging
+from ffserve.store.staging import Staging, items_of, plan_staging
 
 pytest.importorskip("fsspec")
 pytest.importorskip("aiohttp")
@@ -188,13 +188,10 @@ def test_ctrl_c_waited_for_whole_files(server: HttpOrigin, tmp_path: Path) -> No
     assert files_in(tmp_path / "out") == server.files
 
 
-def test_names(server: HttpOrigin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    listed: list[ObjectVersion] = []
-    monkeypatch.setattr(staging, "listing", lambda url, below: listed)
-
+def test_names() -> None:
     def named(*names: str) -> list[str]:
-        listed[:] = [ObjectVersion(f"s3://b/d/{name}", 1, "", 0) for name in names]
-        return [item.name for item in plan_staging(["s3://b/d/"])]
+        listed = [ObjectVersion(f"s3://b/d/{name}", 1, "", 0) for name in names]
+        return [item.name for item in items_of([("s3://b/d/", listed)])]
 
     assert named("x", "e/x", "line\nbreak", "z" * 255) == ["x", "e/x", "line\nbreak", "z" * 255]
     for wrong in ("../x", "e/../x", "e//x", "z" * 256, ".ffserve-stage/x", "a\0b"):
@@ -202,9 +199,9 @@ def test_names(server: HttpOrigin, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             named(wrong)
     with pytest.raises(UsageError, match="is a file and the directory of another one"):
         named("e", "e/x")
-    listed[:] = [ObjectVersion("s3://b/one/x", 1, "", 0), ObjectVersion("s3://b/two/x", 1, "", 0)]
+    two = [ObjectVersion(f"s3://b/{name}/x", 1, "", 0) for name in ("one", "two")]
     with pytest.raises(UsageError, match="s3://b/one/x and s3://b/two/x"):
-        plan_staging(["s3://b/*/x"])
+        items_of([("s3://b/*/x", two)])
     with pytest.raises(UsageError, match="not the URL of a remote file"):
         plan_staging(["/data/x"])
 

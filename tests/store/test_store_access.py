@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,8 +19,12 @@ fsspec = pytest.importorskip("fsspec")
 
 
 @pytest.fixture(autouse=True)
-def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fsspec.config, "conf", {})
+def no_settings() -> Iterator[None]:
+    settings = dict(fsspec.config.conf)
+    fsspec.config.conf.clear()
+    yield
+    fsspec.config.conf.clear()
+    fsspec.config.conf.update(settings)
 
 
 def access(**options: Any) -> Access:

@@ -92,9 +92,7 @@ def test_another_version_of_an_object_is_another_object(directory: Path) -> None
     assert store.open(identity()) is first
 
 
-def test_a_block_of_another_boot_is_compared_with_its_checksum(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_of_another_boot_is_compared_with_its_checksum(directory: Path) -> None:
     store = Store(str(directory), LIMIT, BLOCK)
     stored = store.open(identity())
     fill(store, stored, 1)
@@ -105,8 +103,10 @@ def test_a_block_of_another_boot_is_compared_with_its_checksum(
     with open(path, "rb+") as data:  # what a power failure left
         data.seek(2 * BLOCK)
         data.write(bytes(BLOCK))
-    for module in ("blocks", "directory"):
-        monkeypatch.setattr(f"ffserve.store.{module}.boot_id", lambda: b"0" * 36)
+    with open(Path(path).with_name("state"), "rb+") as state:
+        assert state.read()[32:68] == on_disk.boot_id()
+        state.seek(32)
+        state.write(b"0" * 36)
     again = Store(str(directory), LIMIT, BLOCK)
     stored = again.open(identity())
     assert stored.state.words[:3].tolist() == [ABSENT, UNCHECKED, UNCHECKED]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import random
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from daemon import until
-from origins import HttpOrigin, http_origin
+from origins import HttpOrigin, ask_origins, http_origin
 
 from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError, UsageError
 from ffserve.store import fetching, urls
@@ -97,11 +98,8 @@ def test_processes_that_start_together_fetch_each_byte_once(
 
 
 @pytest.mark.check
-def test_soonest_needed_first(
-    server: HttpOrigin, fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fetching, "ORIGIN_THREADS", 1)
-    monkeypatch.setattr(fetching, "FETCH_SIZE", BLOCK)
+def test_soonest_needed_first(server: HttpOrigin, fetcher: Fetcher) -> None:
+    fetcher = Fetcher(fetcher.store, threads=1, fetch_size=BLOCK)
     file = opened(fetcher, server.put("a.bin", noise(60 * BLOCK)))
     server.stalled.set()
     before = server.requests["GET"]
@@ -116,11 +114,8 @@ def test_soonest_needed_first(
     assert order == [20, 59, *range(20), *range(21, 59)]
 
 
-def test_neighbours_come_by_one_request(
-    server: HttpOrigin, fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fetching, "ORIGIN_THREADS", 1)
-    monkeypatch.setattr(fetching, "FETCH_SIZE", 8 * BLOCK)
+def test_neighbours_come_by_one_request(server: HttpOrigin, fetcher: Fetcher) -> None:
+    fetcher = Fetcher(fetcher.store, threads=1, fetch_size=8 * BLOCK)
     content = noise(40 * BLOCK + 9)
     file = opened(fetcher, server.put("a.bin", content))
     server.stalled.set()
@@ -139,10 +134,8 @@ def test_neighbours_come_by_one_request(
     assert server.sent["a.bin"] == len(content)
 
 
-def test_neighbours_fail_together_and_are_given_back(
-    server: HttpOrigin, fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fetching, "GIVE_UP_S", 0.3)
+def test_neighbours_fail_together_and_are_given_back(server: HttpOrigin, fetcher: Fetcher) -> None:
+    ask_origins(0.3)
     content = noise(40 * BLOCK)
     file = opened(fetcher, server.put("a.bin", content))
     fetcher.content(file, 0, 1)
@@ -178,12 +171,11 @@ def test_failures_that_pass_are_survived(server: HttpOrigin, fetcher: Fetcher) -
 
 @pytest.mark.check
 def test_a_failing_origin_is_asked_by_one_thread_at_a_time(
-    server: HttpOrigin, fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    server: HttpOrigin, fetcher: Fetcher, caplog: pytest.LogCaptureFixture
+) -> None:
+    ask_origins(2.0)
     file = opened(fetcher, server.put("a.bin", noise(60 * BLOCK)))
     fetcher.content(file, 0, 1)
-    monkeypatch.setattr(fetching, "GIVE_UP_S", 2.0)
     server.status = 503
     before = server.requests["GET"]
     futures = fetcher.ask(file, range(1, 60), NOW, None)
@@ -234,10 +226,8 @@ def test_a_changed_object_is_never_mixed(
     assert fetcher.content(again, 0, len(new)) == new
 
 
-def test_an_origin_that_lies(
-    server: HttpOrigin, fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fetching, "GIVE_UP_S", 0.3)
+def test_an_origin_that_lies(server: HttpOrigin, fetcher: Fetcher) -> None:
+    ask_origins(0.3)
     content = noise(4 * BLOCK)
     file = opened(fetcher, server.put("a.bin", content))
     server.short = 10
@@ -253,11 +243,8 @@ def test_an_origin_that_lies(
     assert fetcher.content(file, 0, len(content)) == content
 
 
-def test_errors_name_the_url_and_the_cause(
-    server: HttpOrigin, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fetching, "CONTACT_S", 0.2)
-    monkeypatch.setattr(fetching, "GIVE_UP_S", 0.2)
+def test_errors_name_the_url_and_the_cause(server: HttpOrigin) -> None:
+    ask_origins(0.2, 0.2)
     url = server.put("a.bin", b"x" * 100)
     with pytest.raises(MissingFile, match="no such file at the origin") as missing:
         identity_of(f"{server.url}/other")
@@ -281,8 +268,7 @@ def test_errors_name_the_url_and_the_cause(
 def test_an_origin_that_says_nothing_has_failed(
     server: HttpOrigin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("CONTACT_S", 0.2), ("GIVE_UP_S", 0.2)):
-        monkeypatch.setattr(fetching, name, value)
+    ask_origins(0.2, 0.2)
     monkeypatch.setattr(Scheme, "silent_s", 0.3)
     url = server.put("a.bin", b"x")
     server.stalled.set()
@@ -305,17 +291,17 @@ def test_patterns_and_directories(server: HttpOrigin) -> None:
 
 
 def test_a_full_disk_is_read_past(
-    server: HttpOrigin, fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    server: HttpOrigin, fetcher: Fetcher, caplog: pytest.LogCaptureFixture
+) -> None:
     content = noise(6 * BLOCK)
     file = opened(fetcher, server.put("a.bin", content))
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(file.stored, "publish", full)
-    assert fetcher.content(file, 10, len(content)) == content[10:]
+    fetcher.content(opened(fetcher, server.put("b.bin", b"b")), 0, 1)  # what is imported is there
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+    try:
+        assert fetcher.content(file, 10, len(content)) == content[10:]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert server.sent["a.bin"] == len(content)
     assert caplog.text.count("cannot write blocks, so reads pass the store") == 1
     caplog.clear()
@@ -323,7 +309,7 @@ def test_a_full_disk_is_read_past(
 
 
 def test_an_origin_that_is_given_up_says_how_often_it_was_asked() -> None:
-    breaker = fetching.Breaker(give_up_s=0.2)
+    breaker = fetching.Breaker(fetching.Patience(0.2))
     breaker.call(lambda: None)
 
     def fail() -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tfrecord_files import TFRECORD, starts, written
+from tfrecord_files import starts, written
 
-from ffserve.formats.tfcompressed import CompressedShard
+from ffserve.formats.tfcompressed import PASS_SIZES, CompressedShard, PassSizes
+from ffserve.formats.tfrecord import TFRecord
 from ffserve.testing import reader_of
 
 FLUSHES = {"none": None, "sync": zlib.Z_SYNC_FLUSH, "full": zlib.Z_FULL_FLUSH}
@@ -42,8 +43,13 @@ def squeeze(
     return out + stream.flush()
 
 
-def indexed(content: bytes, **options: Any) -> CompressedShard:
-    shard = TFRECORD.open(reader_of(content), len(content), "file", **options)
+def indexed(
+    content: bytes,
+    *,
+    sizes: PassSizes = PASS_SIZES,
+    **options: Any,
+) -> CompressedShard:
+    shard = TFRecord(sizes=sizes).open(reader_of(content), len(content), "file", **options)
     assert isinstance(shard, CompressedShard)
     return shard
 

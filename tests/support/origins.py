@@ -232,6 +232,14 @@ def http_origin() -> Iterator[HttpOrigin]:
         server.server_close()
 
 
+def ask_origins(*patience: float) -> None:
+    """Let this process know no origin, and wait little before it asks one again.
+
+    Args: patience: give_up_s and contact_s of `Patience`.
+    """
+    fetching.forget(fetching.Patience(*patience)._replace(first_pause_s=0.01))
+
+
 def settled() -> None:
     """Wait until this process has nothing on its way."""
     fetchers, threads = list(fetching._fetchers.values()), list(fetching._threads.values())

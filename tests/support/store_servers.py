@@ -15,7 +15,7 @@ from daemon import Daemon
 import ffserve
 from ffserve.store import fetching
 from ffserve.store.directory import Store
-from ffserve.store.fetching import Fetcher
+from ffserve.store.fetching import Fetcher, Patience
 
 BLOCK = 64 << 10
 
@@ -44,12 +44,8 @@ def small_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = str(tmp_path / "store")
     monkeypatch.setenv("FFSERVE_STORE", directory)
     monkeypatch.setenv("FFSERVE_START", "0")
-    for name in ("_breakers", "_listed"):
-        monkeypatch.setattr(fetching, name, {})
-    fetcher = Fetcher(Store(directory, 1 << 30, BLOCK))
-    monkeypatch.setattr(fetching, "_fetchers", {directory: fetcher})
-    monkeypatch.setattr(fetching, "CONTACT_S", 2.0)
-    monkeypatch.setattr(fetching, "GIVE_UP_S", 2.0)
+    fetching.forget(Patience(2.0, 2.0))
+    fetching._fetchers[directory] = Fetcher(Store(directory, 1 << 30, BLOCK))
 
 
 def written(tmp_path: Path, name: str, seed: int, count: int = 300) -> tuple[Path, list[bytes]]:

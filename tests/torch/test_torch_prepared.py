@@ -23,8 +23,9 @@ from hypothesis.extra import numpy as arrays
 from preparing import Prepared, digest, prepared
 
 import ffserve.client.daemon.preparing
-import ffserve.protocol
+from ffserve.client.daemon.preparing import LOOKED_AT
 from ffserve.errors import FormatError, UsageError
+from ffserve.protocol import MOST_CLAIMED
 from ffserve.torch import DataLoader, Dataset, EpochSampler, RawDataset, Subset
 from ffserve.torch.prepared import key_of, pieces, value
 
@@ -209,14 +210,12 @@ def test_repeats_in_one_batch_are_prepared_once(files: list[str], log: str) -> N
     assert same(batch[0], batch[3]) and batch[0][0] is not batch[1][0]
 
 
-def test_of_a_large_batch_only_a_part_was_shared(
-    files: list[str], log: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = truth(files, log, monkeypatch)
-    monkeypatch.setattr(ffserve.protocol, "MOST_CLAIMED", 7)
-    for _ in range(2):
-        assert all(map(same, Prepared(files, log)[list(range(N))], expected))
-    assert sorted(prepared(log)) == list(range(N))
+def test_of_a_large_batch_only_a_part_was_shared(tmp_path: Path, log: str) -> None:
+    everything = list(range(MOST_CLAIMED + 20))
+    file = write(tmp_path / "many.ffr", [sample(i, (100,)) for i in everything])
+    first, second = (Prepared([file], log)[everything] for _ in range(2))
+    assert all(map(same, first, second))
+    assert sorted(prepared(log)) == everything
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -262,14 +261,15 @@ def test_raw_samples_are_read_ahead_in_the_first_epoch_only(
 
 
 def test_the_order_of_many_samples_was_not_announced(
-    files: list[str], log: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every second sample of an order is no contiguous array."""
-    monkeypatch.setattr(ffserve.client.daemon.preparing, "LOOKED_AT", N // 2)
+    count = LOOKED_AT + 1
+    file = write(tmp_path / "many.ffr", [sample(i, (100,)) for i in range(count)])
     with serving() as daemon:
         monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
-        dataset = Prepared(files, log)
-        dataset.announce(np.arange(N), 0)
+        dataset = Prepared([file], log)
+        dataset.announce(np.arange(count), 0)
         announced = [row["announced"] for row in daemon.status()["progress"] if row["announced"]]
         assert announced == [[0], [0]], "raw and prepared samples"
 

@@ -25,8 +25,13 @@ from ffserve.config import (
     parse_size,
 )
 from ffserve.errors import AccessDenied, UsageError
-from ffserve.system import machine_memory, socket_path
-from ffserve.system.socket_path import default_socket_path, find_socket, prepare_socket_directory
+from ffserve.system import machine_memory
+from ffserve.system.socket_path import (
+    Places,
+    default_socket_path,
+    find_socket,
+    prepare_socket_directory,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -138,75 +143,75 @@ def test_no_cgroups_at_all_are_no_limit(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def as_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Be no root, with nothing set, no system socket, and a private /tmp."""
+def as_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Places:
+    """The places of one who is not root, with nothing set, no system socket, and a private /tmp."""
     for name in ("FFSERVE_SOCKET", "XDG_RUNTIME_DIR", "RUNTIME_DIRECTORY"):
         monkeypatch.delenv(name, raising=False)
-    uid = os.geteuid()
-    monkeypatch.setattr(socket_path, "SYSTEM_SOCKET", str(tmp_path / "run" / "ffserve.sock"))
-    monkeypatch.setattr(socket_path, "_private_directory", lambda: str(tmp_path / f"ffserve-{uid}"))
-    monkeypatch.setattr(socket_path, "_is_root", lambda: False)
-    return tmp_path
+    system = tmp_path / "run" / "ffserve.sock"
+    return Places(str(system), str(tmp_path / f"ffserve-{os.geteuid()}"), is_root=False)
 
 
-def test_what_was_told_comes_first(as_user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_told_comes_first(as_user: Places, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FFSERVE_SOCKET", "/somewhere/x.sock")
-    assert find_socket("/told.sock") == "/told.sock"
-    assert find_socket() == default_socket_path() == "/somewhere/x.sock"
+    assert find_socket("/told.sock", as_user) == "/told.sock"
+    assert find_socket(None, as_user) == default_socket_path(as_user) == "/somewhere/x.sock"
 
 
 def test_a_user_has_a_socket_in_his_runtime_directory(
-    as_user: Path, monkeypatch: pytest.MonkeyPatch
+    as_user: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(as_user))
-    own = str(as_user / "ffserve" / "ffserve.sock")
-    assert default_socket_path() == find_socket() == own
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    own = str(tmp_path / "ffserve" / "ffserve.sock")
+    assert default_socket_path(as_user) == find_socket(None, as_user) == own
 
 
 def test_a_client_finds_the_service_before_its_own(
-    as_user: Path, monkeypatch: pytest.MonkeyPatch
+    as_user: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(as_user))
-    Path(socket_path.SYSTEM_SOCKET).parent.mkdir()
-    Path(socket_path.SYSTEM_SOCKET).touch()
-    assert find_socket() == socket_path.SYSTEM_SOCKET
-    assert default_socket_path() != socket_path.SYSTEM_SOCKET
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    Path(as_user.system).parent.mkdir()
+    Path(as_user.system).touch()
+    assert find_socket(None, as_user) == as_user.system
+    assert default_socket_path(as_user) != as_user.system
 
 
 def test_root_and_the_service_use_the_systems_place(
-    as_user: Path, monkeypatch: pytest.MonkeyPatch
+    as_user: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RUNTIME_DIRECTORY", "/run/other:/run/ffserve")
-    assert default_socket_path() == "/run/ffserve/ffserve.sock"
+    assert default_socket_path(as_user) == "/run/ffserve/ffserve.sock"
     monkeypatch.delenv("RUNTIME_DIRECTORY")
-    monkeypatch.setattr(socket_path, "_is_root", lambda: True)
-    assert default_socket_path() == find_socket() == socket_path.SYSTEM_SOCKET
+    root = as_user._replace(is_root=True)
+    assert default_socket_path(root) == find_socket(None, root) == root.system
 
 
-def test_the_last_place_is_made_private(as_user: Path) -> None:
-    path = find_socket()
-    assert path == default_socket_path()
-    prepare_socket_directory(path)
-    prepare_socket_directory(path)
+def test_the_last_place_is_made_private(as_user: Places) -> None:
+    path = find_socket(None, as_user)
+    assert path == default_socket_path(as_user)
+    prepare_socket_directory(path, as_user)
+    prepare_socket_directory(path, as_user)
     assert os.stat(os.path.dirname(path)).st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("trap", ["open to all", "link", "file"])
-def test_a_place_that_others_prepared_is_refused(as_user: Path, trap: str) -> None:
-    place = Path(socket_path._private_directory())
+def test_a_place_that_others_prepared_is_refused(
+    as_user: Places, tmp_path: Path, trap: str
+) -> None:
+    place = Path(as_user.private)
     if trap == "open to all":
         place.mkdir()
         place.chmod(0o777)
     elif trap == "link":
-        (as_user / "elsewhere").mkdir(mode=0o700)
-        place.symlink_to(as_user / "elsewhere")
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        place.symlink_to(tmp_path / "elsewhere")
     else:
         place.touch(mode=0o600)
-    for use in (find_socket, default_socket_path):
-        with pytest.raises(AccessDenied, match="0700"):
-            use()
     with pytest.raises(AccessDenied, match="0700"):
-        prepare_socket_directory(str(place / "ffserve.sock"))
+        find_socket(None, as_user)
+    with pytest.raises(AccessDenied, match="0700"):
+        default_socket_path(as_user)
+    with pytest.raises(AccessDenied, match="0700"):
+        prepare_socket_directory(str(place / "ffserve.sock"), as_user)
 
 
 # ---------------------------------------------------------------- settings

@@ -46,11 +46,15 @@ SHARE_STEPS = 16
 """A share is a multiple of 1/16, so that processes which open the files one after another agree."""
 
 
-def fitting_share(size: int) -> float:
-    """Return which share of `size` bytes fits into free memory: 0 to 1, a multiple of 1/16."""
+def fitting_share(size: int, free: int | None = None) -> float:
+    """Return which share of `size` bytes fits into free memory: 0 to 1, a multiple of 1/16.
+
+    Args: free: free memory, in bytes; None: that of the machine.
+    """
     if not size:
         return 1.0
-    steps = int(MOST_OF_FREE_MEMORY * free_memory() / size * SHARE_STEPS)
+    free = free_memory() if free is None else free
+    steps = int(MOST_OF_FREE_MEMORY * free / size * SHARE_STEPS)
     return min(steps, SHARE_STEPS) / SHARE_STEPS
 
 

@@ -40,7 +40,7 @@ from ffserve.server.users.peers import OWN, Account, Owner, Peer, account_of
 from ffserve.store.blocks import PRESENT, StoredObject
 from ffserve.store.credentials import Access, forget_own_settings, quieten_packages, served
 from ffserve.store.directory import Store, name_of, usual_limit
-from ffserve.store.fetching import MOST_ALIKE, Fetcher, OpenObject
+from ffserve.store.fetching import MOST_ALIKE, Fetcher, OpenObject, Patience
 from ffserve.store.object_tables import parsed
 from ffserve.store.origin import ObjectVersion, changed, identify
 from ffserve.store.schemes import travelling
@@ -114,7 +114,7 @@ class RemoteFiles:
         self.own = config.store_access == "own"
         """Whether it reads for its own user alone, with that user's credentials."""
         self.directory = config.store_directory
-        self.fetcher = Fetcher(lambda: self._made_store(_limit(config)), GIVE_UP_S)
+        self.fetcher = Fetcher(lambda: self._made_store(_limit(config)), Patience(GIVE_UP_S))
         self.protocols = travelling(installed=True)
         """The protocols that WELCOME offers."""
         self._common = frozenset(config.store_common)
