@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import struct
+import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,11 +35,12 @@ FACTOR = 5
 """The 99th percentile of the honest user may be so many times what it was before the attack, and
 BUSY_S more: the attack uses the same processors."""
 BUSY_S = 0.02
+OPTIONS, LINES = ("--socket-mode", "0666"), (r".*: scanned \d+ of \d+ MiB for its index",)
 
 
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
-    with serving(arena="64MiB", options=["--socket-mode", "0666"]) as running:
+    with serving(arena="64MiB", options=OPTIONS, expect=LINES) as running:
         yield running
 
 
@@ -48,8 +50,6 @@ def attacked(daemon: Daemon, honest: str, program: str, *arguments: str) -> Iter
     field = Field(daemon, honest, "")
     quiet, _ = field.measure(2)
     before = daemon.private_size()
-    import sys
-
     command = [sys.executable, "-c", becoming(HOSTILE) + program, daemon.socket, *arguments]
     with ready(command) as attacker:
         yield field
@@ -63,7 +63,7 @@ def attacked(daemon: Daemon, honest: str, program: str, *arguments: str) -> Iter
         f"{grown >> 20} MiB more"
     )
     print(found)
-    assert p99[1] < FACTOR * p99[0] + BUSY_S and reads.max() < MOST_S, found
+    assert p99[1] < FACTOR * p99[0] + BUSY_S and reads.max() < MOST_S + 2 * quiet.max(), found
     assert grown < MOST_GROWN, found
 
 
@@ -90,9 +90,9 @@ def _fixed(symbol: int) -> list[int]:
     raise AssertionError
 
 
-def write_bomb(path: Path, count: int, matches: int) -> None:
-    """Write a TFRecord file with records of zeros in one deflate block, so that all records before
-    one are decoded for it."""
+def write_bomb(path: Path, blocks: int, count: int, matches: int) -> None:
+    """Write a TFRecord file of zeros: each deflate block has `count` records and makes a chunk,
+    which is decoded as a whole."""
     payload = bytes(1 + 258 * matches)
     header = struct.pack("<Q", len(payload))
     frame = header + struct.pack("<I", mask(crc32c(header)))
@@ -100,15 +100,18 @@ def write_bomb(path: Path, count: int, matches: int) -> None:
     bits = [bit for byte in frame + b"\0" for bit in _fixed(byte)]
     bits += (_fixed(285) + [0] * 5) * matches  # 258 times the byte before
     bits += [bit for byte in tail for bit in _fixed(byte)]
-    begin, end = np.array([1, 1, 0], np.uint8), np.array(_fixed(256), np.uint8)
-    stream = np.concatenate([begin, np.tile(np.array(bits, np.uint8), count), end])
+    records = np.tile(np.array(bits, np.uint8), count)
+    begin, end = np.array([0, 1, 0], np.uint8), np.array(_fixed(256), np.uint8)
+    block = np.concatenate([begin, records, end])
+    stream = np.concatenate([block] * blocks)
+    stream[len(stream) - len(block)] = 1
     crc, record = 0, frame + payload + tail
-    for _ in range(count):
+    for _ in range(blocks * count):
         crc = zlib.crc32(record, crc)
     path.write_bytes(
         b"\x1f\x8b\x08\0\0\0\0\0\0\xff"
         + np.packbits(stream, bitorder="little").tobytes()
-        + struct.pack("<II", crc, count * len(record) & 0xFFFFFFFF)
+        + struct.pack("<II", crc, blocks * count * len(record) & 0xFFFFFFFF)
     )
 
 
@@ -120,7 +123,7 @@ def read():
     with ffserve.open(sys.argv[2], server=sys.argv[1]) as reader:
         started.release()
         while True:
-            reader.read(chance.integers(len(reader) // 2, len(reader), 32))
+            reader.read(chance.integers(0, len(reader), 8))
 started = threading.Semaphore(0)
 for _ in range(16):
     threading.Thread(target=read, daemon=True).start()
@@ -150,9 +153,9 @@ time.sleep(100)
 
 
 def test_files_that_take_long_to_open_slowed_all_others(daemon: Daemon) -> None:
-    """16 passes at once, each over 900 MiB of zeros that are 6 MB in the file."""
+    """16 passes at once, each over a GiB of zeros that are 7 MB in the file."""
     bomb = daemon.directory / "bomb.tfrecord.gz"
-    write_bomb(bomb, 900, 4064)
+    write_bomb(bomb, 16, 61, 4064)
     folder = daemon.directory / "opened"
     folder.mkdir()
     os.chown(folder, HOSTILE, HOSTILE)
@@ -163,15 +166,16 @@ def test_files_that_take_long_to_open_slowed_all_others(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize("compression", ["", "gzip"])
 def test_small_chunks_that_take_long_to_decode_held_up_the_chunks_of_others(
-    daemon: Daemon, compression: str
+    compression: str,
 ) -> None:
-    """Each sample of the bomb is one of 1 MiB, behind up to 900 MiB of its block."""
-    bomb = daemon.directory / "bomb.tfrecord.gz"
-    write_bomb(bomb, 900, 4064)
+    """Each chunk of the bomb has 400 KB in the file, and 61 MiB in memory."""
     options = {"format": "tfrecord", "compression": "gzip"} if compression else {}
-    honest = honest_file(daemon.directory / f"honest.{options.get('format', 'ffr')}", **options)
-    with attacked(daemon, honest, BOMBS, str(bomb)):
-        pass
+    with serving(arena="768MiB", options=OPTIONS, expect=LINES) as daemon:
+        bomb = daemon.directory / "bomb.tfrecord.gz"
+        write_bomb(bomb, 40, 61, 4064)
+        honest = honest_file(daemon.directory / f"honest.{options.get('format', 'ffr')}", **options)
+        with attacked(daemon, honest, BOMBS, str(bomb)):
+            pass
 
 
 # ---- lies about time -------------------------------------------------------------------------
@@ -206,7 +210,7 @@ while True:
 
 
 def test_samples_that_claimed_to_have_cost_285_years_kept_the_memory_of_others() -> None:
-    with serving(arena="128MiB", options=["--socket-mode", "0666"]) as daemon:
+    with serving(arena="128MiB", options=OPTIONS) as daemon:
         small = daemon.directory / "small.ffr"
         with ffserve.create(small) as writer:
             for _ in range(attacks.SAMPLES):
