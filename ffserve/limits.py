@@ -139,6 +139,9 @@ FETCH_SIZE = 4 << 20
 """Bytes of one request to an origin; each costs milliseconds of CPU and a round trip."""
 MOST_ACCESS = 64 << 10
 """Characters of the credentials that a client passes with an OPEN; longer ones are refused."""
+MOST_LISTED, MOST_PAGE_SIZE = 1 << 22, 256 << 20
+"""Files in one listing of an origin, which take 1 KB of memory each, and bytes of a page that lists
+them; a longer listing, which may have no end, fails."""
 BLOCK_THREADS = 4
 """Threads that look for blocks in the store, for all users; further calls wait."""
 MOST_FETCHED_AHEAD = 256 << 20
@@ -168,7 +171,8 @@ LEAST_FILES = 64
 """Descriptors without which the daemon does not start: it needs two dozen itself, and some more for
 each client that connects."""
 MOST_HTTP_CONNECTIONS = 64
-"""Connections for metrics and the status page; beyond, the oldest one is closed."""
+"""Connections for metrics and the status page; beyond, the oldest one of the address with most is
+closed."""
 
 # ---- memory -----------------------------------------------------------------------------------
 

@@ -74,6 +74,12 @@ class Pace:
         return self._amount / (self._time + max(now - self._since, 0.0))
 
 
+def owner_of(job: str) -> str:
+    """Return the user in the key of a job (`server/sessions/job_table.py: Job.key`)."""
+    _, _, user = job.rpartition("\n") if "\n" in job else ("", "", "")
+    return user
+
+
 class JobProgress:
     """The progress of one job through one dataset; see the module.
 
@@ -84,6 +90,7 @@ class JobProgress:
 
     def __init__(self, job: str, sample_count: int, low: int, span: int) -> None:
         self.job = job
+        self.owner = owner_of(job)
         self.key = job, b""
         """Its key in `NextUse`."""
         self.sample_count = sample_count

@@ -40,6 +40,8 @@ class Group:
         self.saved_s: Callable[[float], float] | None = None
         """Seconds that each byte of its samples saves, of those that reading a byte takes; None:
         just these, as of raw samples."""
+        self.owner = ""
+        """Whose prepared samples these are."""
         self._silent: SilentJobs | None = None
         self._known, self._known_at, self._known_until = 0, 0.0, 0.0
 
@@ -174,10 +176,14 @@ class NextUse:
             self._announced.pop(progress, None)
             self.groups[progress.group].jobs.remove(progress)
 
-    def saved_s(self, number: int) -> float:
-        """Return how many seconds each byte in memory of a group's samples saves per use."""
-        group = self.groups.get(number)
-        if group is None or group.saved_s is None:
+    def saved_s(self, number: int, beside: int) -> float:
+        """Return how many seconds each byte in memory of a group's samples saves per use, to be
+        compared with another group. Clients report what preparing takes, so that counts among
+        groups of one user only."""
+        group, other = self.groups.get(number), self.groups.get(beside)
+        if group is None or group.saved_s is None or other is None:
+            return self.miss_s
+        if any(progress.owner != group.owner for progress in other.jobs):
             return self.miss_s
         return group.saved_s(self.miss_s)
 

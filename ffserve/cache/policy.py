@@ -12,11 +12,12 @@ Two rules, each the best known for its case:
 
 `next_use_buckets` keeps residents by their estimated next use and searches for victims there.
 
-Datasets that share no shard compete as *groups*. A group below its floor of size / 2J for each of
-its jobs takes slots from groups above theirs; otherwise a sample of another group is evicted if it
-is wanted later by a quarter or more. The times at which samples are wanted are weighed by what a
-byte of them saves, which is more for prepared samples than for raw ones. Slots of another size
-class, or of another user's domain, change hands by whole slabs, by the same rule.
+Datasets that share no shard compete as *groups*. A group below its floor takes slots from groups
+above theirs; otherwise a sample of another group is evicted if it is wanted later by a quarter or
+more. Floors are size / 2U for each of U users, divided among the user's jobs. Between groups of one
+user the times at which samples are wanted are weighed by what a byte of them saves, which is more
+for prepared samples than for raw ones. Slots of another size class, or of another user's domain,
+change hands by whole slabs, by the same rule.
 
 There is no clock and no lock. The cache knows which slots are usable: resident and not pinned.
 """
@@ -236,7 +237,7 @@ class Policy:
         floors = self.floors()
         size = int(self._arena.class_sizes[size_class % self._arena.class_count])
         spare = {n: (self.used.get(n, 0) - floors.get(n, 0)) // size for n in there}
-        worth = {number: self._spare(number, bucket_sets[number]) for number in there}
+        worth = {number: self._spare(number, bucket_sets[number], taker) for number in there}
         above = [
             (n, spare[n]) for n in there if n != taker and spare[n] > 0 and not self._returns(n)
         ]
@@ -244,8 +245,9 @@ class Policy:
         own = [(taker, FAR)] if taker in worth else []
         if self.used.get(taker, 0) < floors.get(taker, 0):
             return above + own
-        least = ADVANTAGE * self._worth_of_own(taker, worth)
-        first = [source for source in above if worth[source[0]] > least]
+        own_s = ADVANTAGE * self._spared_of_own(taker, bucket_sets)
+        saved_s = self._next_use.saved_s
+        first = [s for s in above if worth[s[0]] > own_s / saved_s(taker, s[0])]
         # A group without slots of this class has to take from another.
         return first + own if own or first else above or [(n, FAR) for n in there]
 
@@ -274,8 +276,11 @@ class Policy:
         ]
         if not above or self.used.get(taker, 0) + coming < floors.get(taker, 0):
             return above
-        least = ADVANTAGE * self._epoch_s(taker)
-        return [number for number in above if self._epoch_s(number) > least]
+        return [
+            number
+            for number in above
+            if self._epoch_s(number, taker) > ADVANTAGE * self._epoch_s(taker, number)
+        ]
 
     def _returns(self, number: int) -> bool:
         """Whether the jobs of a group are on their way back."""
@@ -284,32 +289,41 @@ class Policy:
         group = self._next_use.groups.get(number)
         return group is not None and not group.jobs
 
-    def _epoch_s(self, number: int) -> float:
+    def _epoch_s(self, number: int, beside: int) -> float:
         """Return in how many seconds a group will have used all of its samples (inf: never),
-        divided by what a byte of it saves."""
+        divided by what a byte of it saves, to be compared with another group."""
         group, now = self._next_use.groups.get(number), self._next_use.turn_at
-        return group.epoch_s(now) / self._next_use.saved_s(number) if group is not None else np.inf
+        if group is None:
+            return np.inf
+        return group.epoch_s(now) / self._next_use.saved_s(number, beside)
 
     def floors(self) -> dict[int, int]:
-        """Return the bytes of each group that other groups may not take."""
-        now = self._next_use.turn_at
-        jobs = {
-            number: sum(not progress.feeds for progress in group.active(now))
-            for number, group in self._next_use.groups.items()
-        }
-        total = sum(jobs.values())
-        return {n: self._arena.size * k // (2 * total) for n, k in jobs.items() if k}
+        """Return the bytes of each group that other groups may not take: half of an equal part of
+        each user, divided among the user's jobs."""
+        now, jobs, counts = self._next_use.turn_at, list[tuple[int, str]](), dict[str, int]()
+        for number, group in self._next_use.groups.items():
+            for progress in group.active(now):
+                if not progress.feeds:
+                    jobs.append((number, progress.owner))
+                    counts[progress.owner] = counts.get(progress.owner, 0) + 1
+        floors, size = dict[int, int](), self._arena.size // (2 * max(len(counts), 1))
+        for number, owner in jobs:
+            floors[number] = floors.get(number, 0) + size // counts[owner]
+        return floors
 
-    def _worth_of_own(self, taker: int, worth: dict[int, float]) -> float:
+    def _spared_of_own(self, taker: int, bucket_sets: dict[int, BucketSet]) -> float:
+        """Return in how many seconds the first victim of the taker itself will be wanted."""
         group, now = self._next_use.groups.get(taker), self._next_use.turn_at
-        if group is None or group.static(now):
-            return self._epoch_s(taker)
-        return worth.get(taker, 0.0)
+        if group is None:
+            return np.inf
+        if group.static(now):
+            return group.epoch_s(now)
+        return self._spared_s(taker, bucket_sets[taker]) if taker in bucket_sets else 0.0
 
-    def _spare(self, number: int, bucket_set: BucketSet) -> float:
-        """Return how well the first victim of a group can be spared: the time until it is wanted,
-        divided by what a byte of the group saves then. Only ratios matter."""
-        return self._spared_s(number, bucket_set) / self._next_use.saved_s(number)
+    def _spare(self, number: int, bucket_set: BucketSet, taker: int) -> float:
+        """Return how well the first victim of a group can be spared for another: the time until it
+        is wanted, divided by what a byte of the group saves then. Only ratios matter."""
+        return self._spared_s(number, bucket_set) / self._next_use.saved_s(number, taker)
 
     def _spared_s(self, number: int, bucket_set: BucketSet) -> float:
         """Return in how many seconds the first victim of a group will be wanted."""

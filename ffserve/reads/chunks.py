@@ -198,6 +198,6 @@ def decode(
         return FFServeError(f"the decoder of {run.shard.format} failed: {error!r}")
 
 
-def thread_pool() -> ThreadPoolExecutor:
+def thread_pool(count: int = THREADS) -> ThreadPoolExecutor:
     """Return a pool of threads for decoding."""
-    return ThreadPoolExecutor(THREADS, thread_name_prefix="ffserve-decode")
+    return ThreadPoolExecutor(count, thread_name_prefix="ffserve-decode")

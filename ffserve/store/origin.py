@@ -247,8 +247,10 @@ def failures(url: str) -> Iterator[None]:
     try:
         with scheme_of(url).call():
             yield
-    except (OriginError, FFServeError):
+    except OriginError:
         raise
+    except FFServeError as error:
+        raise error.located(path=urls.shown(url)) from error.__cause__
     except Exception as error:
         raise failure(error, url) from error
 
@@ -327,7 +329,7 @@ def find(
         url = url.replace("?", _ANY)
     system, path = file_system(url)
     search = _Search(system, _prefix(url, path), hidden, below)
-    with failures(given):
+    with failures(given), scheme_of(url).listing(system):
         system.invalidate_cache()
         if urls.has_magic(url):
             parts = path.split("/")

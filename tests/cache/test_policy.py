@@ -391,13 +391,27 @@ def test_a_request_took_a_whole_batch_from_a_data_set_that_had_one_sample_above_
     assert len(gone) == 21, "the rest are the taker's own"
 
 
-@pytest.mark.parametrize("weighed", [False, True])
-def test_prepared_samples_displace_raw_ones_that_save_less(weighed: bool) -> None:
+def test_a_user_with_many_jobs_took_the_floor_of_another() -> None:
     slots = Slots(256)
-    raw, prepared = slots.progress("raw"), slots.progress("prepared", base=5000)
+    honest = slots.progress("job\n1", base=0)
+    hostile = [slots.progress(f"job {k}\n2", base=5000 * k) for k in range(1, 33)]
+    for each in (honest, *hostile):
+        each.visited(np.arange(each.low, each.low + 100), 0.0)
+    floors, size = slots.policy.floors(), slots.arena.size
+    assert floors[honest.group] == size // 4
+    assert [floors[each.group] for each in hostile] == [size // 4 // 32] * 32
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+@pytest.mark.parametrize("user", [1, 2])
+def test_prepared_samples_displace_raw_ones_that_save_less(weighed: bool, user: int) -> None:
+    """But not those of another user: a client said that preparing took 285 years."""
+    slots = Slots(256)
+    raw, prepared = slots.progress("raw\n1"), slots.progress(f"prepared\n{user}", base=5000)
     if weighed:
         group = slots.next_use.groups[prepared.group]
-        group.saved_s = lambda miss_s: 4 * miss_s
+        group.saved_s, group.owner = (lambda miss_s: 4 * miss_s), prepared.owner
+        weighed = user == 1
     slots.fill(np.arange(156))
     slots.fill(5000 + np.arange(100))
     for second in range(20):

@@ -14,13 +14,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from daemon import DEADLINE_S, Raw, damage, get, run_python, sample, until, write
-from http_daemon import answers, ask, free_port, measured, measured_unix
+from http_daemon import answers, ask, connection_to, free_port, measured, measured_unix
 
 import ffserve
 from ffserve import limits, protocol
@@ -197,7 +197,7 @@ import os, socket, sys
 os.setgroups([]); os.setgid({ALICE}); os.setuid({ALICE})
 sock = socket.socket(socket.AF_UNIX)
 sock.connect({unix!r})
-sock.sendall(b"GET /metrics HTTP/1.1\\r\\nHost: a\\r\\n\\r\\n")
+sock.sendall(b"GET /metrics HTTP/1.1\\r\\nHost: localhost\\r\\n\\r\\n")
 answer = b"".join(iter(lambda: sock.recv(65536), b"")).decode()
 sys.stdout.write(answer.partition("\\r\\n\\r\\n")[2])
 """
@@ -305,7 +305,15 @@ def test_a_daemon_that_ends_is_alive_and_not_ready(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------- hostile clients
 
-REQUEST = b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n"
+
+@pytest.fixture(scope="module")
+def shown() -> Iterator[str]:
+    """The address of a daemon that shows names to all."""
+    with measured("--http-jobs", "all") as (_, address):
+        yield address
+
+
+REQUEST = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
 ATTACKS: dict[str, Callable[[socket.socket], object]] = {
     "nothing": lambda sock: None,
     "half a request": lambda sock: sock.sendall(REQUEST[:-2]),
@@ -313,12 +321,14 @@ ATTACKS: dict[str, Callable[[socket.socket], object]] = {
     "garbage": lambda sock: sock.sendall(os.urandom(3000)),
     "a large header": lambda sock: sock.sendall(b"GET / HTTP/1.1\r\nA: " + b"x" * 1_000_000),
     "a large body": lambda sock: sock.sendall(
-        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999\r\n\r\n" + bytes(1_000_000)
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999\r\n\r\n" + bytes(1_000_000)
     ),
     "many requests at once": lambda sock: sock.sendall(REQUEST * 2000),
     "nobody reads the answer": lambda sock: sock.sendall(REQUEST),
     "the end at once": lambda sock: sock.shutdown(socket.SHUT_WR),
-    "a binary target": lambda sock: sock.sendall(b"GET /\xff\xfe HTTP/1.1\r\nHost: a\r\n\r\n"),
+    "a binary target": lambda sock: sock.sendall(
+        b"GET /\xff\xfe HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    ),
     "an old version": lambda sock: sock.sendall(b"GET /metrics HTTP/0.9\r\n\r\n"),
 }
 
@@ -379,6 +389,49 @@ def test_more_clients_than_connections_are_all_served() -> None:
         assert answers == [200] * 8
         for sock in idle:
             sock.close()
+
+
+def test_a_flood_from_one_address_closed_the_connections_of_others() -> None:
+    with measured() as (_, address):
+        host, _, port = address.rpartition(":")
+        with contextlib.ExitStack() as stack:
+            watching = stack.enter_context(contextlib.closing(connection_to(address)))
+            watching.request("GET", "/events")
+            answer = watching.getresponse()
+            slow = stack.enter_context(socket.create_connection((host, int(port)), DEADLINE_S))
+            slow.sendall(b"GET /healthz HTTP/1.1\r\n")
+            for _ in range(300):
+                flood = stack.enter_context(socket.socket())
+                flood.bind(("127.0.0.2", 0))
+                flood.connect((host, int(port)))
+            slow.sendall(b"Host: a.b\r\n\r\n".replace(b"a.b", host.encode()))
+            assert slow.recv(100).startswith(b"HTTP/1.1 200 ")
+            for _ in range(2):
+                assert answer.readline().startswith(b"event: ")
+                assert answer.readline().startswith(b"data: ") and answer.readline() == b"\n"
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("rebound.example", 421), ("rebound.example:9469", 421), ("127.0.0.1.example", 421),
+        ("localhost.example", 421), ("1.2.3", 421), ("[rebound]", 421), ("localhost", 200),
+        ("LocalHost.:80", 200), ("127.0.0.1:9469", 200), ("[::1]:9469", 200), ("10.1.2.3", 200),
+        (socket.gethostname(), 200),
+    ],
+)  # fmt: skip
+def test_a_site_that_gave_its_name_the_address_of_the_daemon_read_its_answers(
+    shown: str, host: str, status: int
+) -> None:
+    for path in ("/", "/metrics", "/healthz", "/events"):
+        with contextlib.closing(connection_to(shown)) as connection:
+            connection.putrequest("GET", path, skip_host=True)
+            connection.putheader("Host", host)
+            connection.endheaders()
+            answer = connection.getresponse()
+            assert answer.status == status, (path, host)
+            if status != 200:
+                assert b"use localhost or an address" in answer.read()
 
 
 def test_descriptors_that_come_with_a_request_are_closed() -> None:

@@ -506,6 +506,65 @@ def test_headers_that_are_not_believed(
         not_taken(fds, reason)
 
 
+EXTREMES = (-(1 << 63), -1, 0, 1, 1 << 31, (1 << 63) - 1)
+
+
+def numbers_of(inventory: Inventory, table: str) -> list[tuple[np.ndarray, str]]:
+    """The numbers of the first rows of a table."""
+    rows = getattr(inventory, table)[:2]
+    assert rows.dtype.names is not None
+    return [(rows, name) for name in rows.dtype.names if rows.dtype[name].kind in "iu"]
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("table", ["header", "_domains", "_shards"])
+def test_any_number_in_the_inventory_is_refused_or_harmless(
+    left: dict[str, int], table: str
+) -> None:
+    for place in range(40):
+        for value in EXTREMES:
+            with copied(left) as fds, contextlib.ExitStack() as stack:
+                fd = os.dup(fds[NAME])
+                inventory = Inventory.adopt(fd, os.fstat(fd).st_size)
+                stack.callback(inventory.close)
+                numbers = numbers_of(inventory, table)
+                if place >= len(numbers):
+                    return
+                rows, name = numbers[place]
+                rows[name] = np.array([value], np.int64).astype(rows.dtype[name])
+                del rows, numbers
+                try:
+                    kept = take(fds, CONFIG)
+                except ReadError:
+                    continue
+                files = (f for each in kept.domains for f in each.files)
+                for file in (kept.page, kept.inventory, *files):
+                    file.close()
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("table", ["_domains", "_shards"])
+def test_no_number_in_the_inventory_makes_a_sample_another_one(
+    paths: list[str], table: str
+) -> None:
+    truth = (SAMPLES, SMALL, SAMPLES[:200])
+    with managed(expect=[r"dropped the samples of .*", COLD]) as daemon:
+        for place in range(40):
+            for path, samples in zip(paths, truth, strict=True):
+                with daemon.open(path) as reader:
+                    assert contents(reader) == samples
+            left_memory(daemon, paths[0])
+            with inventory_of(daemon) as inventory:
+                numbers = numbers_of(inventory, table)
+                if place >= len(numbers):
+                    break
+                rows, name = numbers[place]
+                value = EXTREMES[place % len(EXTREMES)]
+                rows[name] = np.array([value], np.int64).astype(rows.dtype[name])
+                del rows, numbers
+            daemon.start()
+
+
 @pytest.mark.check
 def test_a_lost_file_starts_cold_and_says_so(paths: list[str]) -> None:
     with managed(expect=[COLD, r"dropped the samples of .*"]) as daemon:

@@ -132,7 +132,8 @@ class Sharing:
         progress = next_use.join(context.job.key, bases, counts)
         progress.on_demand = True
         preparation = catalog.preparations.obtain(owner, request.key, request.name)
-        next_use.groups[progress.group].saved_s = preparation.saved_per_byte_s
+        group = next_use.groups[progress.group]
+        group.saved_s, group.owner = preparation.saved_per_byte_s, progress.owner
         source.progress.feeds += 1
         dataset = OpenDataset(
             source.paths,

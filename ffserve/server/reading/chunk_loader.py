@@ -4,6 +4,10 @@ The chunks of a load are read as a few batches (`ffserve/reads/chunks.py`). A th
 chunk straight into its part of the slot and publishes its records, whose lengths are known from
 then on. A damaged chunk fails its own records only. The bytes that are read and not yet decoded are
 bounded.
+
+A chunk of a few KiB may take a second: deflate makes a thousand bytes of one, and may have to drop
+them before the first record. So users take turns here as well, whoever reads: one of them has a
+part of the bytes, and one thread fewer than there are.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,12 +24,16 @@ from functools import partial
 import numpy as np
 
 from ffserve.cache.cache import Load
+from ffserve.cache.jobs import owner_of
+from ffserve.cache.prefetch import Piece
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.engine.io import EngineBatch
 from ffserve.engine.shm import publish_run
 from ffserve.errors import STATUS_FORMAT, Failure, FormatError
+from ffserve.limits import OTHERS_SHARE
 from ffserve.reads.chunks import (
+    THREADS,
     ChunkBatch,
     ChunkRun,
     DecodedChunk,
@@ -39,11 +47,13 @@ from ffserve.reads.records import Failures
 from ffserve.reads.second_read import second_reads
 from ffserve.server.reading.damage import Outcome
 from ffserve.server.reading.devices import Device, Devices
+from ffserve.server.reading.requests import SampleRequest
 from ffserve.server.reading.statistics import Histogram
 from ffserve.system.memfd import SharedMemory
 
 RAW_SIZE = 64 << 20
-"""At most this many bytes are being read or wait to be decoded, unless one batch is larger."""
+"""At most this many bytes are being read or wait to be decoded, and of one user OTHERS_SHARE times
+what is left, unless one batch of the user is larger."""
 REUSED_SIZE = 16 << 20
 """The loader keeps this many bytes of buffers for later batches."""
 
@@ -98,10 +108,15 @@ class ChunkLoader:
         self._ended = ended
         self._mending = mending
         self._read_again = read_again
-        self._waiting: deque[tuple[Load, Device, list[_Block], int]] = deque()
-        """Batches to be read: load, device, blocks, size in bytes."""
+        self._waiting: dict[str, deque[tuple[Load, Device, list[_Block], int]]] = {}
+        """Batches to be read, by user: load, device, blocks, size in bytes."""
         self._reading: dict[EngineBatch, tuple[Load, ChunkBatch[_Block]]] = {}
-        self._raw_size = 0
+        self._read: dict[str, deque[tuple[Load, ChunkBatch[_Block], float]]] = {}
+        """Batches to be decoded, by user: load, chunks, end of the read."""
+        self._raw_size: Counter[str] = Counter()
+        self._decoders: Counter[str] = Counter()
+        """Bytes and threads of each user."""
+        self._ends = False
         self._buffers = ReusableBuffers(REUSED_SIZE)
         self._pool: ThreadPoolExecutor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -117,9 +132,10 @@ class ChunkLoader:
     def submit(self, load: Load, rows: Int64s, file: int = -1) -> None:
         """Read and decode some of the blocks of a load into their slots. Args: file: to read from,
         in the place of their own."""
+        waiting = self._waiting.setdefault(_user_of(load), deque())
         for device, blocks in batches(self._blocks(load, rows, file)):
             size = sum(block.end - block.begin for block in blocks)
-            self._waiting.append((load, device, blocks, size))
+            waiting.append((load, device, blocks, size))
             load.batches += 1
         self._pump()
 
@@ -153,15 +169,20 @@ class ChunkLoader:
             )  # fmt: skip
 
     def _pump(self) -> None:
-        while self._waiting and (
-            not self._raw_size or self._raw_size + self._waiting[0][3] <= RAW_SIZE
-        ):
-            load, device, blocks, size = self._waiting.popleft()
-            self._raw_size += size
-            self.in_flight += 1
-            chunks = ChunkBatch(blocks, self._buffers)
-            self._reading[chunks.batch] = load, chunks
-            self._submit(device, chunks.batch)
+        for user, waiting in list(self._waiting.items()):
+            while waiting and self._may_read(user, waiting[0][3]):
+                load, device, blocks, size = waiting.popleft()
+                self._raw_size[user] += size
+                self.in_flight += 1
+                chunks = ChunkBatch(blocks, self._buffers)
+                self._reading[chunks.batch] = load, chunks
+                self._submit(device, chunks.batch)
+            if not waiting:
+                del self._waiting[user]
+
+    def _may_read(self, user: str, size: int) -> bool:
+        held, left = self._raw_size[user], RAW_SIZE - self._raw_size.total()
+        return not held or (size <= left and held + size <= OTHERS_SHARE * left)
 
     def firsts_of(self, batch: EngineBatch) -> Int64s:
         """Return the first sample of each block of a batch; nothing if the batch is not of this
@@ -178,17 +199,32 @@ class ChunkLoader:
         load, chunks = found
         begun = time.monotonic()
         load.read_s += begun - batch.begun
-        if self._pool is None:
-            self._pool = thread_pool()
-        future = self._pool.submit(self._decode, chunks)
-        future.add_done_callback(lambda done: self._report(load, chunks.size, begun, done))
+        self._read.setdefault(_user_of(load), deque()).append((load, chunks, begun))
+        self._decode_next()
         return True
+
+    def _decode_next(self) -> None:
+        """Let free threads decode, of the users with fewest threads first."""
+        if self._pool is None:
+            self._pool = thread_pool(THREADS + 1)
+        while self._read and self._decoders.total() <= THREADS:
+            user = min(self._read, key=self._decoders.__getitem__)
+            if self._decoders[user] >= THREADS:
+                return
+            self._decoders[user] += 1
+            load, chunks, begun = self._read[user].popleft()
+            if not self._read[user]:
+                del self._read[user]
+            future = self._pool.submit(self._decode, chunks)
+            future.add_done_callback(partial(self._report, user, load, chunks.size, begun))
 
     # ---- in a thread of the pool ----------------------------------------------------------
 
     def _decode(self, chunks: ChunkBatch[_Block]) -> _Decoded:
         found = _Decoded()
         for block, chunk, offset, outcome, again in chunks.decode(self._slot):
+            if self._ends:
+                break
             first, failures = self._enter(block, chunk, offset, outcome)
             found.right += [first] * again
             if block.mend is not None and isinstance(outcome, FormatError):
@@ -235,21 +271,27 @@ class ChunkLoader:
         start = block.offset + offset
         return self._memory.array[start : start + size]
 
-    def _report(self, load: Load, size: int, begun: float, done: Future[_Decoded]) -> None:
-        if done.cancelled():  # the daemon ends
+    def _report(
+        self, user: str, load: Load, size: int, begun: float, done: Future[_Decoded]
+    ) -> None:
+        if done.cancelled() or self._ends:  # the daemon ends
             return
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._decoded, load, size, begun, done)
+            self._loop.call_soon_threadsafe(self._decoded, user, load, size, begun, done)
 
     # ---- in the loop's thread -------------------------------------------------------------
 
-    def _decoded(self, load: Load, size: int, begun: float, done: Future[_Decoded]) -> None:
+    def _decoded(
+        self, user: str, load: Load, size: int, begun: float, done: Future[_Decoded]
+    ) -> None:
         decode_s = time.monotonic() - begun
         self.decoding.note(decode_s)
         load.decode_s += decode_s
-        self._raw_size -= size
+        self._raw_size -= Counter({user: size})
+        self._decoders -= Counter({user: 1})
         self.in_flight -= 1
+        self._decode_next()
         found = done.result()
         load.right += found.right
         load.failures.update(found.failures)
@@ -260,5 +302,15 @@ class ChunkLoader:
 
     def close(self) -> None:
         """End the threads; the engines have stopped."""
+        self._ends = True
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _user_of(load: Load) -> str:
+    """Return the user whose job asked first."""
+    fetch = load.fetches[0]
+    if isinstance(fetch, Piece):
+        return fetch.progress.owner
+    assert isinstance(fetch, SampleRequest)
+    return owner_of(fetch.owner.job)

@@ -3,24 +3,31 @@
 Any program that can reach the address may connect, so nothing here waits for a client and no client
 costs much. A connection carries one request, which must come within REQUEST_TIMEOUT_S and be read
 within ANSWER_TIMEOUT_S, or be the one that brings the page its events, each of which must be read
-within that time; beyond MOST_HTTP_CONNECTIONS the oldest one is closed, so that a new one is always
-served. All of them together are one user of the loop's time (`turns`), which a flood cannot exceed.
-The metrics are made in steps, at most once in LEAST_AGE_S for all who ask; so are the events, and
-only while somebody watches.
+within that time. Beyond MOST_HTTP_CONNECTIONS the oldest one of the address (or user) that has most
+is closed, so a new one is always served, and a flood closes its own. All of them together are one
+user of the loop's time (`turns`), which a flood cannot exceed. The metrics are made in steps, at
+most once in LEAST_AGE_S for all who ask; so are the events, and only while somebody watches.
 
 Names of jobs and users are shown to administrators, who come through a Unix socket, or to all who
 connect if the configuration says so; others get totals.
+
+A web site can give its own name the address 127.0.0.1, and a browser on this machine then takes the
+daemon for that site, whose scripts may read all answers (DNS rebinding). So a request that comes to
+a loopback address must ask for a name of this machine, or for an address.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import os
 import socket
+import struct
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Generator
 
 import h11
@@ -50,7 +57,12 @@ _ACCEPT_INTERVAL_S: each connection takes 20 us."""
 _ACCEPT_PAUSE_S = 0.2
 """The pause after accept() has failed, for example because no descriptor is free."""
 _BACKLOG = 128
+_PEER = struct.Struct("3i")
 _TEXT = "text/plain; charset=utf-8"
+_FOREIGN = (
+    b"this port is asked for by a name that is not of this machine: use localhost or an address, "
+    b"and let a proxy send one of these as Host\n"
+)
 
 
 def listen(config: ServerConfig, group: int | None) -> socket.socket:
@@ -100,8 +112,8 @@ class HttpServer:
         self.is_unix = listener.family == socket.AF_UNIX
         self._listener = listener
         self.refuses_descriptors = self.is_unix and refuse_descriptors(listener)
-        self._connections: dict[_HttpConnection, None] = {}
-        """The oldest first."""
+        self._connections: dict[_HttpConnection, int | bytes] = {}
+        """The oldest first, and whose each is; see `_client_of`."""
         self._scrapes = {
             (names, plain): _Scrape(self, names, plain)
             for names in (False, True)
@@ -125,8 +137,9 @@ class HttpServer:
                 break
             sock.setblocking(False)
             if len(self._connections) >= MOST_HTTP_CONNECTIONS:
-                next(iter(self._connections)).close()
-            self._connections[_HttpConnection(self, sock)] = None
+                ((most, _),) = Counter(self._connections.values()).most_common(1)
+                next(c for c, client in self._connections.items() if client == most).close()
+            self._connections[_HttpConnection(self, sock)] = _client_of(sock)
         self.server.loop.remove_reader(self._listener.fileno())
         self.server.loop.call_later(pause_s, self._resume)
 
@@ -173,6 +186,22 @@ class HttpServer:
             connection.close()
         for events in self._events.values():
             events.stop()
+
+
+def _client_of(sock: socket.socket) -> int | bytes:
+    """Return who has connected: a user, or an address. An IPv6 host has 2^64 of them."""
+    if sock.family == socket.AF_UNIX:
+        peer = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        return int(_PEER.unpack(peer)[1])
+    try:
+        return _address(sock.getpeername()).packed[:8]
+    except OSError:  # it has gone
+        return b""
+
+
+def _address(place: tuple[str, int]) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    found = ipaddress.ip_address(place[0])
+    return getattr(found, "ipv4_mapped", None) or found
 
 
 class _Made(ABC):
@@ -364,11 +393,21 @@ class _HttpConnection:
         if event.method not in (b"GET", b"HEAD"):
             self.respond(405, _TEXT, b"only GET and HEAD\n")
             return
+        if not self._http.is_unix and not self._asks_for_this_machine(event):
+            self.respond(421, _TEXT, _FOREIGN)
+            return
         path = event.target.partition(b"?")[0].decode("ascii", "replace")
         # One header may come as several.
         values = [value.decode("latin-1") for name, value in event.headers if name == b"accept"]
         jobs = self._http.show_jobs or self._is_administrator()
         self._http.answer(self, path, jobs=jobs, accept=",".join(values))
+
+    def _asks_for_this_machine(self, request: h11.Request) -> bool:
+        """Whether no browser was led here by the name of another host; see the module."""
+        if not _address(self._sock.getsockname()).is_loopback:
+            return True
+        hosts = [value.decode("latin-1") for name, value in request.headers if name == b"host"]
+        return all(_is_of_this_machine(host) for host in hosts)
 
     def _is_administrator(self) -> bool:
         if not self._http.is_unix:
@@ -454,3 +493,15 @@ class _HttpConnection:
         carrying = self._receiver is not None and self._receiver.carrying
         closer_of(self.user).close_socket(self._sock, carrying)
         self._http.forget(self)
+
+
+def _is_of_this_machine(host: str) -> bool:
+    """Whether a header Host has an address, or a name of this machine."""
+    name = host.strip().lower()
+    name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(name)
+        return True
+    name = name.removesuffix(".")
+    known = "", "localhost", socket.gethostname().lower()
+    return name in known or name.endswith(".localhost")

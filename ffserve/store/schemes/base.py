@@ -243,6 +243,11 @@ class Scheme:
         """Return the context in which the packages are called."""
         return contextlib.nullcontext()
 
+    def listing(self, system: Any) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which files are listed. A listing that has no end fails in it with
+        `listing_too_long`, where the packages let us see its pages."""
+        return contextlib.nullcontext()
+
     # ---- errors ----
 
     def meaning(self, text: str) -> Meaning | None:
@@ -266,6 +271,15 @@ def refuse_others(settings: Options, scheme: Scheme) -> None:
     """Raise a ReadError for unknown settings, since the daemon would read without them."""
     for name in settings:
         raise cannot_pass(f"the option {name!r} of {scheme.name}:// in fsspec's configuration")
+
+
+def listing_too_long(what: str) -> ReadError:
+    """Return the error for a listing that exceeds a limit. Args: what: exceeds which."""
+    return ReadError(
+        f"the origin lists {what}",
+        hint="give a directory or a pattern with fewer files, or the names of files; an origin "
+        "whose listing has no end is broken",
+    )
 
 
 def without_none(options: Options) -> Options:

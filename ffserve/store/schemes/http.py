@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any, ClassVar
 
+from ffserve.limits import MOST_PAGE_SIZE
 from ffserve.store.schemes.base import (
     OpenVersion,
     Options,
     Scheme,
+    listing_too_long,
     new_file_system,
     open_file,
     refuse_others,
@@ -48,7 +51,7 @@ class Http(Scheme):
         return new_file_system(url, client_kwargs=client)
 
     def defaults(self, settings: Options) -> Options:
-        return {"client_kwargs": {"timeout": self._timeout()}}
+        return {"client_kwargs": {"timeout": self._timeout(), "response_class": _response_class()}}
 
     def open(self, system: Any, path: str, *, size: int, tag: str) -> OpenVersion:
         # Offsets are those of the file, not of its compressed form.
@@ -60,6 +63,25 @@ class Http(Scheme):
     def _timeout(self) -> Any:
         kind = importlib.import_module("aiohttp").ClientTimeout
         return kind(total=None, sock_connect=self.connect_s, sock_read=self.silent_s)
+
+
+@functools.cache
+def _response_class() -> Any:
+    """Return the answers of aiohttp, of which pages (listings) have a largest size."""
+    usual = importlib.import_module("aiohttp").ClientResponse
+
+    class Answer(usual):  # type: ignore[misc, valid-type]
+        async def text(self, encoding: str | None = None, errors: str = "strict") -> str:
+            parts, size = [], 0
+            while part := await self.content.readany():
+                parts.append(part)
+                size += len(part)
+                if size > MOST_PAGE_SIZE:
+                    self.close()
+                    raise listing_too_long(f"its files in more than {MOST_PAGE_SIZE >> 20} MiB")
+            return b"".join(parts).decode(encoding or self.charset or "utf-8", errors)
+
+    return Answer
 
 
 SCHEME = Http()

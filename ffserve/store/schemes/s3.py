@@ -8,8 +8,10 @@ import importlib
 import inspect
 import os
 import re
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
+from ffserve.limits import MOST_LISTED
 from ffserve.store import urls
 from ffserve.store.schemes.base import (
     OpenVersion,
@@ -17,6 +19,7 @@ from ffserve.store.schemes.base import (
     Scheme,
     cannot_pass,
     file_of,
+    listing_too_long,
     new_file_system,
     opened,
     refuse_others,
@@ -25,6 +28,8 @@ from ffserve.store.schemes.base import (
 )
 
 _REGION = re.compile(r"[a-z0-9-]{1,64}")
+_LEAST_OF_PAGE = 250
+"""A page of a listing counts as this many files at least: pages may be empty for ever."""
 _USUAL_REGION = re.compile(r"(af|ap|ca|eu|il|me|mx|sa|us)-(?!gov|iso)[a-z]+-\d+")
 """Regions that share one name space of buckets. In others a bucket of the same name is another."""
 
@@ -132,6 +137,27 @@ class S3(Scheme):
             "retries": {"max_attempts": 1},
             "max_pool_connections": 64,
         }
+
+    @contextlib.contextmanager
+    def listing(self, system: Any) -> Iterator[None]:
+        count, before = 0, None
+
+        def came(parsed: Options, **_: Any) -> None:
+            nonlocal count, before
+            count += max(int(parsed.get("KeyCount") or 0), _LEAST_OF_PAGE)
+            token = parsed.get("NextContinuationToken")
+            if token is not None and token == before:
+                raise listing_too_long("the same page again and again")
+            before = token
+            if count > MOST_LISTED:
+                raise listing_too_long(f"more than {MOST_LISTED} files")
+
+        name, events = "after-call.s3.ListObjectsV2", system.s3.meta.events
+        events.register(name, came)
+        try:
+            yield
+        finally:
+            events.unregister(name, came)
 
     def open(self, system: Any, path: str, *, size: int, tag: str) -> OpenVersion:
         file = file_of(system, path)
