@@ -16,6 +16,7 @@ unreadable and forgotten.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -84,6 +85,10 @@ class Allocator:
     ) -> None:
         self.idle_changed = False
         """Set by the owner of the shards when a shard loses its last session."""
+        self.emptied, self.most_emptied = 0, math.inf
+        """Slabs that were emptied, and the number of these at which slots for several samples are
+        not all found; one sample always gets its slot. Both are set by who gives turns."""
+        self._most_now = math.inf
         self._arena = arena
         self._shards = shards
         self._slots = slots
@@ -125,6 +130,7 @@ class Allocator:
         Returns: int64[n], slots, -1 where there is none; the slots by size class; whether each size
             has one.
         """
+        self._most_now = self.most_emptied if len(sizes) > 1 else math.inf
         slots = np.full(len(sizes), -1, np.int64) if len(classes) > 1 else NO_SLOTS
         parts: list[Part] = []
         complete = True
@@ -161,7 +167,11 @@ class Allocator:
         if len(found) < wanted:
             idle = self._from_idle(size_class, wanted - len(found))
             found = joined((found, idle)) if len(idle) else found
-        while len(found) < wanted and (self._idle_slabs or self._idle_found):
+        while (
+            len(found) < wanted
+            and (self._idle_slabs or self._idle_found)
+            and self.emptied < self._most_now
+        ):
             self._state[found] = LOADING
             if not self._steal_idle(self._arena.run_length(size_class)):
                 break
@@ -174,7 +184,7 @@ class Allocator:
             victims, others = self._from_policy(size_class, missing, group, latest)
             found = joined((found, victims)) if len(found) else victims
             fresh += others
-        while len(found) < wanted and latest is None:
+        while len(found) < wanted and latest is None and self.emptied < self._most_now:
             self._state[found] = LOADING
             unwanted = self._steal(1)
             if unwanted is None:
@@ -199,7 +209,7 @@ class Allocator:
         slots, expendable = np.full(len(sizes), -1, np.int64), np.zeros(len(sizes), np.bool_)
         for row, size in enumerate(sizes.tolist()):
             slot = self._arena.take_run(size, domain)
-            if slot is None and latest is None:
+            if slot is None and latest is None and self.emptied < self._most_now:
                 unwanted = self._steal(-(-size // self._arena.slab_size))
                 if unwanted is not None:
                     slot, expendable[row] = self._arena.take_run(size, domain), not unwanted
@@ -292,7 +302,7 @@ class Allocator:
         if self._policy.is_alone(group) or self._policy.turn_at < self._giving_after:
             return found
         run = self._arena.run_length(size_class)
-        while len(found) < wanted:
+        while len(found) < wanted and self.emptied < self._most_now:
             self._state[found] = LOADING
             coming, emptied = int(self._arena.sizes(found).sum()), 0
             while emptied < run and (givers := self._policy.givers(size_class, group, coming)):
@@ -437,6 +447,7 @@ class Allocator:
 
     def _empty(self, slab: int) -> None:
         """Evict all residents of a slab."""
+        self.emptied += 1
         low, high = self._arena.members(slab)
         victims = low + np.flatnonzero(self._state[low:high] == RESIDENT)
         self._evict(victims)

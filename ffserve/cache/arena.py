@@ -161,6 +161,8 @@ class Arena:
         """Size classes of one domain."""
         self._sort_classes()
         self.domain_count = 0
+        self.moved = 0
+        """Slabs that were given to another domain."""
         self.give: Callable[[int, int], bool] = lambda slab, domain: True
         # Sized for the limit; the part beyond the size is not touched and takes no memory.
         self.slab_class = np.empty(slabs, np.int32)
@@ -434,6 +436,7 @@ class Arena:
             return True
         if not self.give(slab, domain):
             return False
+        self.moved += 1
         self._free_slabs[before].remove(slab)
         self._free_slabs[domain].append(slab)
         self.slab_domain[slab] = domain

@@ -11,6 +11,10 @@ So no block is evicted for one that is needed later, and blocks of an epoch in a
 has announced stay (the best policy for such an order, POLICY.md). A block without room is not an
 error, and nobody waits for room: its reader reads the bytes that it needs past the store.
 
+A store may have millions of small objects. So eviction takes steps of LOOKED_AT objects, between
+which others have the lock, and objects are listed without the lock, LISTED at a time. Each has the
+rank that it had when it was seen last; it is looked at again before one of its blocks is evicted.
+
 ``state``: 8 bytes "ffstore\\n", u32 version, u32 size of a block, 36 bytes boot ID; at 64 u64 bytes
 in use, at 72 u64 evictions so far, both mapped.
 """
@@ -21,6 +25,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import itertools
 import logging
 import math
 import mmap
@@ -29,13 +34,17 @@ import shutil
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ffserve.dtypes import Floats
 from ffserve.errors import AccessDenied, FFServeError, ReadError, UsageError
-from ffserve.limits import OVERHEAD_SHARE
+from ffserve.limits import MOST_VICTIMS, OVERHEAD_SHARE
 from ffserve.store import urls
 from ffserve.store.blocks import (
     ABSENT,
@@ -65,23 +74,35 @@ DEFAULT_SHARE = 0.8
 """The default limit of a store is this share of the free space of its disk and its own size."""
 MIN_BLOCKS = 8
 """A store with room for fewer blocks is refused."""
-CANDIDATES_S = 1.0
-"""A sorted list of blocks to evict is used for this long."""
-AGAIN_S = 0.1
-"""A list without a block to evict is sorted again when it is at least this old."""
+LISTED_S, AGAIN_S = 1.0, 0.1
+"""The objects are listed anew when they were listed this long ago; the latter if no block was found
+that may be evicted."""
+LISTING_SHARE = 20
+"""Listing takes 1 part in LISTING_SHARE of the time at most."""
+LISTED = 2048
+"""This many objects are listed at a time, which takes 10 ms."""
+LOOKED_AT = 64
+"""A step of an eviction looks at this many objects, which takes 10 ms."""
+MOST_STEPS, PAUSE_S = 16, 0.001
+"""After this many steps there is no room for a block; others take the lock in the pauses."""
+MOST_RANKED = 256
+"""Blocks of an object that are ranked together, the first to go."""
 _HEAD = struct.Struct("<8sII36s")
 _MAGIC, _VERSION = b"ffstore\n", 1
 _STATE_SIZE = PAGE
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
+class _Victim:
+    """An object as it was seen last.
+
+    rank: the time at which a block of it is needed again; the block with the latest time is evicted
+    first. blocks: rank and number of some, the first to go last; empty: it was not looked at.
+    """
+
     rank: float
-    """The time at which the block is needed again; the block with the latest time is evicted
-    first."""
-    name: str
-    """The name of the directory of its object."""
-    block: int
+    blocks: list[tuple[float, int]]
 
 
 def cache_directory() -> str:
@@ -148,8 +169,16 @@ class Store:
         self.block_size = block_size
         self._lock = threading.RLock()
         self._open: dict[str, StoredObject] = {}
-        self._candidates: list[_Candidate] = []
-        self._sorted_at = -math.inf
+        self._victims: dict[str, _Victim] = {}
+        """By the names of their directories; at most MOST_VICTIMS, which were seen first."""
+        self._heap: list[tuple[float, str]] = []
+        """Negative rank and name of each, and of what they were before."""
+        self._listing = threading.Lock()
+        self._entries: Iterator[tuple[str, float]] | None = None
+        """The rest of the objects that are being listed."""
+        self._listed_at, self._again_s = -math.inf, LISTED_S
+        self._listing_s = 0.0
+        """The time that the latest listing took."""
         self._fd = -1
         try:
             self._set_up()
@@ -167,9 +196,8 @@ class Store:
                 path=directory,
                 hint="free space, or choose another directory (FFSERVE_STORE; store.directory)",
             )
-        with self._alone():
-            if self.used > self.limit:
-                self._evict(0, 0.0)
+        if self.used > self.limit:
+            self._in_steps(lambda first: self._evict(self.limit, 0.0, first), math.inf)
 
     def _set_up(self) -> None:
         os.makedirs(self.directory, 0o700, exist_ok=True)
@@ -302,22 +330,31 @@ class Store:
                     path=urls.shown(identity.url),
                     hint="a larger limit of the store",
                 )
-            with self._alone():
-                found = self._open.get(name)
-                if found is None:
-                    found = self._open[name] = self._opened(name, identity)
-                found.users += 1
-                return found
+            found = self._in_steps(lambda first: self._open_in(name, identity, first), math.inf)
+            assert found is not None
+            return found
         except OSError as error:
             if isinstance(error, FFServeError):
                 raise
             raise _problem(error, self.directory) from error
 
-    def _opened(self, name: str, identity: ObjectVersion) -> StoredObject:
+    def _open_in(self, name: str, identity: ObjectVersion, first: bool) -> StoredObject | None:
+        """Take a step to open an object; return None if another one is needed."""
+        found = self._open.get(name)
+        if found is None:
+            found = self._opened(name, identity, first)
+            if found is None:
+                return None
+            self._open[name] = found
+            self._note(name, _UNKNOWN)
+        found.users += 1
+        return found
+
+    def _opened(self, name: str, identity: ObjectVersion, first: bool) -> StoredObject | None:
         directory = os.path.join(self._objects, name)
         text = "\n".join((urls.shown(identity.url), *identity.key.split("\n")[1:]))
-        counted = 0
         for last in (False, True):
+            counted = 0
             try:
                 state = BlockState(directory)
                 counted = self._overhead(state.size, state.block_size) + state.held_size
@@ -338,17 +375,27 @@ class Store:
                 if not isinstance(error, FileNotFoundError) or os.path.isdir(directory):
                     log.warning("store: an object was damaged and is fetched again: %s", error)
                 self._remove(directory)
-                size = self._overhead(identity.size, self.block_size) - counted
-                if self.used + size > self.limit:
-                    self._evict(size, None)
-                self._add(size)
-                try:
-                    create(directory, text, identity.size, self.block_size)
-                except OSError:
-                    self._remove(directory)
-                    self._add(-self._overhead(identity.size, self.block_size))
-                    raise
+                self._add(-counted)
+                if not self._create(directory, text, identity.size, first):
+                    return None
         raise AssertionError("the second attempt returns or raises")
+
+    def _create(self, directory: str, text: str, size: int, first: bool) -> bool:
+        """Take a step to make an object; return False if another one is needed. Raises: OSError."""
+        overhead = self._overhead(size, self.block_size)
+        if self._evict(self.limit - overhead, None, first) is None:
+            return False
+        self._add(overhead)
+        try:
+            create(directory, text, size, self.block_size)
+        except OSError as error:
+            self._remove(directory)
+            self._add(-overhead)
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if not full or self._evict_some(first) is False:
+                raise
+            return False
+        return True
 
     def share(self, stored: StoredObject) -> None:
         """Keep an open object open; `close` it once more."""
@@ -363,7 +410,8 @@ class Store:
                 name = os.path.basename(stored.state.directory)
                 if self._open.get(name) is stored:
                     del self._open[name]
-                self._sorted_at = -math.inf
+                    with contextlib.suppress(OSError):
+                        self._note(name, _closed_rank(stored.state.used_at))
                 stored.close()
 
     def remove(self, stored: StoredObject) -> None:
@@ -387,19 +435,23 @@ class Store:
 
         Args: use: when the block will be used next, in seconds since 1970; None: nobody knows.
         """
-        state = stored.state
-        with self._alone():
-            if state.words[block] in (RESERVED, UNCHECKED):
-                state.words[block] = RESERVED
-                return True
-            if not state.is_there:
-                return False
-            size = state.held(block)
-            if self.used + size > self.limit and not self._evict(size, use):
-                return False
-            self._add(size)
+        reserved = self._in_steps(lambda first: self._reserve(stored.state, block, use, first))
+        return bool(reserved)
+
+    def _reserve(
+        self, state: BlockState, block: int, use: float | None, first: bool
+    ) -> bool | None:
+        if state.words[block] in (RESERVED, UNCHECKED):
             state.words[block] = RESERVED
             return True
+        if not state.is_there:
+            return False
+        size = state.held(block)
+        found = self._evict(self.limit - size, use, first)
+        if found:
+            self._add(size)
+            state.words[block] = RESERVED
+        return found
 
     def give_back(self, stored: StoredObject, block: int) -> None:
         """Give back the room of a block that was reserved but is not written."""
@@ -425,15 +477,20 @@ class Store:
         """Keep the index of a scanned object beside it, if there is room."""
         place = os.path.join(stored.state.directory, name)
         size = whole_pages(len(content))
-        with contextlib.suppress(OSError), self._alone():
-            if self.used + size > self.limit and not self._evict(size, None):
-                return
-            new = not os.path.exists(place)
-            temporary = f"{place}.{os.getpid()}"
-            with open(temporary, "wb") as file:
-                file.write(content)
-            os.replace(temporary, place)
-            self._add(size if new else 0)
+
+        def step(first: bool) -> bool | None:
+            found = self._evict(self.limit - size, None, first)
+            if found:
+                new = not os.path.exists(place)
+                temporary = f"{place}.{os.getpid()}"
+                with open(temporary, "wb") as file:
+                    file.write(content)
+                os.replace(temporary, place)
+                self._add(size if new else 0)
+            return found
+
+        with contextlib.suppress(OSError):
+            self._in_steps(step)
 
     def give_way(self, stored: StoredObject, copied: int, fd: int) -> bool:
         """Make room on the full disk of a file: evict some of the blocks below `copied`, which the
@@ -442,49 +499,114 @@ class Store:
         with self._alone():
             if os.fstat(fd).st_dev != os.fstat(self._fd).st_dev:
                 return False
-            before, limit = self.used, self.limit
+            before = self.used
             there = np.flatnonzero(stored.state.words[:copied] != ABSENT)
             for block in there[:MIN_BLOCKS].tolist():
                 self._evict_block(stored.state, block)
-            if self.used == before:
-                self.limit = max(before - MIN_BLOCKS * self.block_size, 0)
-                self._sort()
-                try:
-                    self._evict_some(0, _UNKNOWN - 1)
-                finally:
-                    self.limit = limit
-            return self.used < before
+            if self.used < before:
+                return True
+        return bool(self._in_steps(self._evict_some))
 
-    def _evict(self, size: int, use: float | None) -> bool:
-        """Evict until `size` more bytes fit; return whether they do."""
-        age = time.monotonic() - self._sorted_at
-        if age > CANDIDATES_S:
-            self._sort()
-        if self._evict_some(size, use):
+    def _in_steps(
+        self, step: Callable[[bool], _Answer | None], most: float = MOST_STEPS
+    ) -> _Answer | None:
+        """Take steps until one has an answer, each under the lock of the store. None: none of
+        `most` steps has one.
+
+        Args: step: is called with whether it is the first one.
+        """
+        count = 0
+        while count < most:
+            with self._alone():
+                answer = step(count == 0)
+            if answer is not None:
+                return answer
+            self._list()
+            time.sleep(PAUSE_S)
+            count += 1
+        return None
+
+    def _evict_some(self, first: bool) -> bool | None:
+        """Take a step to evict some blocks that nobody will use soon, or of which nobody knows it;
+        return whether any was evicted."""
+        before = self.used
+        most = max(before - MIN_BLOCKS * self.block_size, 0)
+        outcome = self._evict(most, _UNKNOWN - 1, first)
+        return True if self.used < before else outcome
+
+    def _evict(self, most: float, use: float | None, first: bool) -> bool | None:
+        """Take a step to evict until at most `most` bytes are in use.
+
+        Args: use: no block is evicted that is used sooner. first: objects are listed before if it
+            is time.
+        Returns: whether so few are in use, and no more can be done; None: another step is needed.
+        """
+        if self.used <= most:
             return True
-        if not AGAIN_S < age <= CANDIDATES_S:
-            return False
-        self._sort()
-        return self._evict_some(size, use)
-
-    def _evict_some(self, size: int, use: float | None) -> bool:
+        if first and self._is_due:
+            return None
         least = _UNKNOWN if use is None else use
-        candidates, waiting = self._candidates, list[_Candidate]()
-        try:
-            while self.used + size > self.limit:
-                if not candidates or candidates[-1].rank <= least:
-                    return False
-                name = candidates[-1].name
-                with self._state_of(name) as state:
-                    while candidates and candidates[-1].name == name:
-                        if candidates[-1].rank <= least or self.used + size <= self.limit:
-                            break
-                        candidate = candidates.pop()
-                        if state is not None and not self._evict_block(state, candidate.block):
-                            waiting.append(candidate)
-            return True
-        finally:
-            candidates.extend(reversed(waiting))
+        in_use: list[tuple[str, float]] = []
+        outcome: bool | None = None
+        for _ in range(LOOKED_AT):
+            if self.used <= most:
+                outcome = True
+                break
+            if not self._heap or -self._heap[0][0] <= least:
+                self._again_s = AGAIN_S
+                outcome = None if self._is_due else False
+                break
+            rank, name = heappop(self._heap)
+            victim = self._victims.get(name)
+            if victim is None or victim.rank != -rank:
+                continue
+            del self._victims[name]
+            with self._state_of(name) as state:
+                if state is not None and self._evict_from(state, name, victim, most, least):
+                    in_use.append((name, victim.rank))
+        else:
+            # Else the next step would look at the same ones; they are listed again.
+            in_use.clear()
+        for name, rank in in_use:
+            self._note(name, rank)
+        return outcome
+
+    def _evict_from(
+        self, state: BlockState, name: str, victim: _Victim, most: float, least: float
+    ) -> bool:
+        """Evict blocks of an object while they rank highest; return whether any is in use."""
+        is_open = state.is_open
+        blocks = victim.blocks or self._first_to_go(state, is_open)
+        if not blocks:
+            self._remove_if_empty(state)
+            return False
+        least = max(least, math.nextafter(-self._heap[0][0], -math.inf) if self._heap else least)
+        found, now, rank = False, time.time(), 0.0
+        while blocks and blocks[-1][0] > least and self.used > most:
+            rank, block = blocks.pop()
+            # Its use may have been announced since.
+            if not is_open or _open_ranks(state.uses[block : block + 1], now)[0] >= rank:
+                found |= not self._evict_block(state, block)
+        if blocks:
+            self._note(name, blocks[-1][0], blocks)
+        elif not found and (state.words != ABSENT).any():
+            self._note(name, rank)
+        return found
+
+    @staticmethod
+    def _first_to_go(state: BlockState, is_open: bool) -> list[tuple[float, int]]:
+        """Return rank and number of the blocks of an object that go first, the first one last."""
+        blocks = np.flatnonzero(state.words != ABSENT)
+        if not is_open:
+            # Blocks of an object that was opened longer ago are evicted sooner.
+            rank = _closed_rank(state.used_at)
+            return [(rank, block) for block in blocks[-MOST_RANKED:].tolist()]
+        ranks = _open_ranks(state.uses[blocks], time.time())
+        if len(blocks) > MOST_RANKED:
+            chosen = np.argpartition(ranks, -MOST_RANKED)[-MOST_RANKED:]
+            blocks, ranks = blocks[chosen], ranks[chosen]
+        order = np.argsort(ranks, kind="stable")
+        return list(zip(ranks[order].tolist(), blocks[order].tolist(), strict=True))
 
     def _evict_block(self, state: BlockState, block: int) -> bool:
         """Evict a block if it is there; return False if it is in use."""
@@ -508,28 +630,58 @@ class Store:
             self._remove(state.directory)
             self._add(-size)
 
-    def _sort(self) -> None:
-        """Look at all objects, and sort the blocks that may be evicted: the first to go last."""
-        now = time.time()
-        found: list[_Candidate] = []
-        for name in os.listdir(self._objects):
-            with self._state_of(name) as state:
-                if state is None:
-                    continue
-                self._remove_if_empty(state)
-                blocks = np.flatnonzero(state.words != ABSENT)
-                if state.is_open:
-                    uses = state.uses[blocks].astype(np.float64)
-                    ranks = np.where(uses > now, uses, _UNKNOWN)
-                else:
-                    # Blocks of an object that was opened longer ago are evicted sooner.
-                    ranks = np.full(len(blocks), 2 * _UNKNOWN - state.used_at)
-                found.extend(
-                    _Candidate(rank, name, block)
-                    for rank, block in zip(ranks.tolist(), blocks.tolist(), strict=True)
-                )
-        self._candidates = sorted(found, key=lambda each: each.rank)
-        self._sorted_at = time.monotonic()
+    # ---- all objects ------------------------------------------------------------------------
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether it is time to list objects."""
+        age = time.monotonic() - self._listed_at
+        due_s = max(self._again_s, LISTING_SHARE * self._listing_s)
+        return self._entries is not None or age > due_s
+
+    def _list(self) -> None:
+        """List some of the objects if it is time, unless another thread does. Without the lock of
+        the store: others may come and go meanwhile."""
+        if not self._listing.acquire(blocking=False):
+            return
+        try:
+            if not self._is_due:
+                return
+            begun = time.monotonic()
+            if self._entries is None:
+                self._entries, self._listing_s = self._every(), 0.0
+            part: list[tuple[str, float]] = []
+            with contextlib.suppress(OSError):  # no descriptor is left, say
+                part += itertools.islice(self._entries, LISTED)
+            with self._lock:
+                for name, rank in part:
+                    self._note(name, _UNKNOWN if name in self._open else rank)
+                now = time.monotonic()
+                self._listing_s += now - begun
+                if len(part) < LISTED:
+                    self._entries, self._listed_at, self._again_s = None, now, LISTED_S
+        finally:
+            self._listing.release()
+
+    def _every(self) -> Iterator[tuple[str, float]]:
+        """Yield name and rank of every object, as if none was open."""
+        with os.scandir(self._objects) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    used_at = os.stat(os.path.join(entry.path, "state")).st_atime
+                    yield entry.name, _closed_rank(used_at)
+
+    def _note(self, name: str, rank: float, blocks: list[tuple[float, int]] | None = None) -> None:
+        """Note that no block of an object has a higher rank."""
+        known = self._victims.get(name)
+        if known is None and len(self._victims) >= MOST_VICTIMS:
+            return
+        self._victims[name] = _Victim(rank, blocks or [])
+        if known is None or known.rank != rank:
+            heappush(self._heap, (-rank, name))
+        if len(self._heap) > 2 * len(self._victims) + LISTED:
+            self._heap = [(-victim.rank, name) for name, victim in self._victims.items()]
+            heapify(self._heap)
 
     @contextlib.contextmanager
     def _state_of(self, name: str) -> Iterator[BlockState | None]:
@@ -559,7 +711,9 @@ class Store:
         for stored in self._open.values():
             stored.close()
         self._open.clear()
-        self._candidates.clear()
+        self._victims.clear()
+        self._heap.clear()
+        self._entries = None
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -567,3 +721,15 @@ class Store:
 
 _UNKNOWN = float(1 << 40)
 """A time beyond all announced uses."""
+
+
+def _closed_rank(used_at: float) -> float:
+    """Return the rank of blocks of an object that is not open: the longer ago it was opened, the
+    sooner they go."""
+    return 2 * _UNKNOWN - used_at
+
+
+def _open_ranks(uses: NDArray[np.uint32], now: float) -> Floats:
+    """Return the rank of blocks with these announced uses."""
+    ranks: Floats = np.where(uses > now, uses, _UNKNOWN).astype(np.float64)
+    return ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -399,6 +401,27 @@ def test_a_run_over_sftp(sftp: str, tmp_path: Path, caplog: pytest.LogCaptureFix
     found = {path.name: path.read_bytes() for path in (tmp_path / "target").rglob("*")}
     assert found == {"part": b"part", "_SUCCESS": b""}
     caplog.clear()  # paramiko's lines about lost connections
+
+
+def test_sftp_to_a_port_without_ssh_logged_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("paramiko")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"sftp://joe@127.0.0.1:{server.getsockname()[1]}/a.ffr"
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    with server.accept()[0] as connection:
+                        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 100)
+
+        threading.Thread(target=answer, daemon=True).start()
+        program = (
+            "import ffserve.store.fetching as f, sys\nf.GIVE_UP_S = 0.1\n"
+            "from ffserve.cli import main\nsys.exit(main(['inspect', sys.argv[1]]))"
+        )
+        done = run_python(program, url, code=None)
+    assert done.returncode and len(done.stderr.splitlines()) <= 3, done.stderr
+    assert url in done.stderr and "SSH" in done.stderr
 
 
 def drop_connections(sftp: str) -> None:

@@ -27,6 +27,7 @@ No socket and no clock: `now` is monotonic time in seconds.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -52,6 +53,10 @@ messages before the next `pump`."""
 SEVERAL_QUANTUM = 64
 """A turn is at most this many samples while several users are active, so that the turn of another
 user comes soon."""
+SLAB_COST, SEVERAL_SLABS = 1.0, 4
+"""Emptying a slab, and moving one to another domain, each cost as much as a turn (0.7 ms). Several
+users together get as many emptied slabs as this in one turn: one user with many size classes once
+took 370 ms in a turn."""
 MOST_TRIED = 4
 """One `pump` tries this many blocked requests of a user again: the oldest, and others in turn.
 While several users are active, it tries one of each user."""
@@ -354,17 +359,26 @@ class Scheduler:
             return False
         return turns.failed_after == self._cache.release_count or not self._order.has_little(turns)
 
+    def _must_wait(self, turns: UserTurns, favoured: SampleRequest | None) -> bool:
+        """Whether one of several users has used more than others with runnable requests, and these
+        do not wait for it."""
+        if favoured is not None and favoured.owner.user is turns.user:
+            return False
+        return bool(self._order.runnable) and not self._order.share.is_due(turns.user)
+
     def _turn(self, request: SampleRequest, now: float) -> bool:
         """Advance a request; return True when it needs no further turn for now."""
         before, waiting, share_size = request.cursor, request.waiting, self._share_size
         self._note_turn(request, now)
         turns = self._order.users[request.owner.user]
-        load, cost = None, 0.0
+        load, cost, slabs = None, 0.0, 0
         if self._order.active == 1 or not self._is_futile(turns, now):
+            self._cache.allocator.emptied = self._cache.arena.moved = 0
             load = self._advance(request, turns, share_size)
             if request.cursor == before:
                 load = self._advance_again(request, turns, share_size, now)
             cost = (TURN_COUNT + request.cursor - before) / (TURN_COUNT + QUANTUM)
+            slabs = self._cache.allocator.emptied + self._cache.arena.moved
         if request.waiting > waiting + (load is not None):
             request.reply = None  # it also waits for a load of another request
         whole = request.cursor == len(request.numbers)
@@ -377,7 +391,7 @@ class Scheduler:
         if reply is not None and waiting:
             reply.arm()  # not before: without the loads of earlier turns it would wait for nothing
         if self._order.active > 1:
-            self._order.share.charge(turns.user, cost)
+            self._order.share.charge(turns.user, cost + SLAB_COST * slabs)
         # Remembered, since the arena may grow before the loads have ended.
         request.enough = request.pinned_size >= share_size
         if whole or request.enough:
@@ -405,7 +419,9 @@ class Scheduler:
     def _advance(self, request: SampleRequest, turns: UserTurns, share_size: int) -> Load | None:
         size = min(QUANTUM_SIZE, max(share_size - request.pinned_size, 1))
         turns.pinning_size -= request.pinned_size
-        count = QUANTUM if self._order.active == 1 else SEVERAL_QUANTUM
+        several = self._order.active > 1
+        count = SEVERAL_QUANTUM if several else QUANTUM
+        self._cache.allocator.most_emptied = SEVERAL_SLABS if several else math.inf
         load = self._cache.advance(request, count, size)
         turns.pinning_size += request.pinned_size
         return load
@@ -461,7 +477,9 @@ class Scheduler:
         self.make_room(now)
         favoured = self._order.favoured(blocked, now)
         for turns in sorted(blocked, key=lambda each: self._order.share.used(each.user)):
-            if self._order.active > 1 and self._is_futile(turns, now):
+            if self._order.active > 1 and (
+                self._is_futile(turns, now) or self._must_wait(turns, favoured)
+            ):
                 continue
             waiting = turns.blocked
             count = len(waiting)

@@ -6,6 +6,7 @@ import contextlib
 import getpass
 import importlib
 import io
+import logging
 import os
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -27,7 +28,7 @@ class Sftp(Scheme):
     name = "sftp"
     protocols = "sftp", "ssh"
     package = module = "paramiko"
-    loggers = "asyncssh", "paramiko"
+    loggers = ("asyncssh",)
     settings = ("SSH_AUTH_",)
     options: ClassVar = {"username": str, "password": str, "port": int, "keys": list}
     credential_errors = ("AuthenticationException",)
@@ -68,6 +69,9 @@ class Sftp(Scheme):
 
     def connect(self, url: str, options: Options) -> tuple[Any, str]:
         paramiko = importlib.import_module("paramiko")
+        logger = logging.getLogger("paramiko")
+        if logger.level == logging.NOTSET:  # it logs the errors that it raises, with tracebacks
+            logger.setLevel(logging.CRITICAL)
         usual: Options = {"look_for_keys": False, "allow_agent": False, "timeout": self.connect_s}
         parts = urlsplit(url)
         for name in ("username", "password", "port"):
