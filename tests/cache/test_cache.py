@@ -145,6 +145,16 @@ def test_a_run_of_slabs_over_the_new_end_of_the_arena_is_not_filled_again() -> N
     assert len(arena.take(size_class, 1 << 30)) == everything
 
 
+def test_a_size_gets_a_class_of_its_own_if_a_slab_then_holds_a_64th_more() -> None:
+    arena = Arena(64 * MIB)
+    general = np.count_nonzero(arena.class_sizes)
+    for size in (16_384, 16_320):
+        arena.make_class(size)
+        assert np.count_nonzero(arena.class_sizes) == general
+    arena.make_class(16_128)  # 65 of them, where the general class has 64
+    assert 16_128 in arena.class_sizes
+
+
 def test_classes_of_one_size_are_made_anew_when_none_of_their_slots_is_in_use() -> None:
     arena = Arena(64 * MIB)
     general = np.count_nonzero(arena.class_sizes)
