@@ -983,10 +983,6 @@ class StreamReader(Reader):
     def __bool__(self) -> bool:
         return not self._indexed or len(self) > 0
 
-    def _numbers(self, indices: Any) -> Int64s:
-        self.open_by_index()
-        return super()._numbers(indices)
-
     def _all_numbers(self) -> Int64s:
         self.open_by_index()
         return super()._all_numbers()

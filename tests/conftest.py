@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import signal
@@ -85,6 +86,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Measure what tests cost, where that is asked for."""
     if config.getoption("--costs"):
         config.pluginmanager.register(Costs())
+
+
+def pytest_collection_finish() -> None:
+    """Let no collection of garbage look at the modules again, here and in forked processes: PyTorch
+    alone has half a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:

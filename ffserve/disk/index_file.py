@@ -93,9 +93,9 @@ class Indexed:
     """Of the index file."""
     lengths: UInt64s
     checksums: UInt32s
-    kept: bytes = b""
+    kept: bytes
     """The format's own, see `ScannedShard.kept`."""
-    written_ns: int = 0
+    written_ns: int
     """Modification time of the index file."""
 
 

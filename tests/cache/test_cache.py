@@ -145,6 +145,16 @@ def test_a_run_of_slabs_over_the_new_end_of_the_arena_is_not_filled_again() -> N
     assert len(arena.take(size_class, 1 << 30)) == everything
 
 
+def test_a_size_gets_a_class_of_its_own_if_a_slab_then_holds_a_64th_more() -> None:
+    arena = Arena(64 * MIB)
+    general = np.count_nonzero(arena.class_sizes)
+    for size in (16_384, 16_320):
+        arena.make_class(size)
+        assert np.count_nonzero(arena.class_sizes) == general
+    arena.make_class(16_128)  # 65 of them, where the general class has 64
+    assert 16_128 in arena.class_sizes
+
+
 def test_classes_of_one_size_are_made_anew_when_none_of_their_slots_is_in_use() -> None:
     arena = Arena(64 * MIB)
     general = np.count_nonzero(arena.class_sizes)
@@ -312,6 +322,19 @@ def test_numbers_of_a_dropped_shard_are_not_soon_another_shards() -> None:
         assert directory.reserve(1000) == first, "but when nothing else is left"
     finally:
         directory.close()
+
+
+def test_tables_that_are_taken_over_keep_rows_of_known_shards_and_no_others(
+    directory: Directory,
+) -> None:
+    """The others read as zeros."""
+    tables = directory.entries["length_low"], directory.offsets, directory.checksums
+    for table in tables:
+        table[:20_000] = 7
+    directory.adopt({0: [(1000, 10), (9000, 5)]}, 20_000)
+    kept = [*range(1000, 1010), *range(9000, 9005)]
+    for table in tables:
+        assert np.flatnonzero(table[:20_000]).tolist() == kept
 
 
 @pytest.mark.parametrize("start", (0, 1, 255, 256, 257))
@@ -1089,6 +1112,21 @@ def test_a_client_that_never_acknowledged_made_the_list_of_pins_grow_for_ever() 
     assert sum(len(turns.pins) for turns in scheduler._order.users.values()) < 5000
     assert finished[-1].count == 1
     assert PIN_GRACE_S > 0
+    node.directory.close()
+
+
+def test_pins_of_a_user_that_may_ask_for_no_more_are_taken_back_the_oldest_first() -> None:
+    node = Node([[4000] * 10])
+    scheduler, loads, _, owner = scheduled(node)
+    owner.user.asked.most = 3
+    scheduler.add(asked(owner, 1, [0]), 0.0)
+    ended(scheduler, loads[0], 0.0)
+    for tag in (2, 3):
+        scheduler.add(asked(owner, tag, [0]), 0.0)
+    assert owner.user.asked.full
+    scheduler.pins.limit(owner.user)
+    assert not owner.user.asked.full and list(owner.unacknowledged) == [2, 3]
+    assert node.cache.pins.sum() == 2
     node.directory.close()
 
 

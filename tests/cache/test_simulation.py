@@ -397,6 +397,12 @@ class World:
                 for slots in kept.pins:
                     pins[slots] += 1
         assert (pins == cache.pins).all(), "pins are not what is held"
+        for user, turns in self.scheduler._order.users.items():
+            owners = [client.owner for client in self.clients if client.owner.user is user]
+            answers = [kept for owner in owners for kept in owner.unacknowledged.values()]
+            granted = [lease for owner in owners for lease in owner.leases.values()]
+            assert turns.pinned_size == sum(each.pinned_size for each in answers)
+            assert turns.leased_size == sum(each.pinned_size for each in granted)
         assert not cache.pins[state == FREE].any(), "a free slot is pinned"
         # The policy knows every resident, and who has how much.
         policy, bucket_sets = cache.policy, cache.policy.buckets

@@ -44,7 +44,8 @@ def evict_all_but(daemon: Daemon, path: str, views: Sequence[object]) -> None:
 
 def nothing_is_kept(daemon: Daemon) -> None:
     until(lambda: sum(j["sessions"] for j in daemon.status()["jobs"]) == 0, "all sessions end")
-    assert daemon.status()["arena"]["leased"] == 0
+    # A session ends at once, and gives back what it holds in steps, between those of others.
+    until(lambda: daemon.status()["arena"]["leased"] == 0, "the leases have ended")
     everything_is_given_back(daemon)
 
 

@@ -72,6 +72,17 @@ def test_clients_that_only_hit_never_noticed_that_their_daemon_was_gone(
         assert reader.source == f"daemon {own.socket}"
 
 
+@pytest.mark.usefixtures("impatient")
+async def test_a_loop_that_is_owed_nothing_any_more_has_no_error(daemon: Daemon, path: str) -> None:
+    wrong: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
+    async with aio.open(path, server=daemon.socket) as reader:
+        assert bytes((await reader.read([0]))[0]) == sample(0)
+        await asyncio.sleep(1.2)  # somebody looks whether the daemon is silent
+        assert bytes((await reader.read([1]))[0]) == sample(1)
+    assert not wrong
+
+
 @pytest.mark.check
 async def test_a_loop_that_only_hits_notices_it_too(own: Daemon, path: str) -> None:
     async with aio.open(path) as reader:

@@ -57,6 +57,16 @@ def order_of(epoch: int = 0, **options: int) -> Order:
     return epoch_order(COUNT, seed=5, epoch=epoch, window=WINDOW, **options)
 
 
+def test_windows_are_read_ahead_up_to_a_size() -> None:
+    order, asked = order_of(), list[int]()
+    size = 256
+    windows = ahead.Windows(
+        order, size, lambda _: None, lambda numbers: asked.append(len(numbers)), lambda _: {}
+    )
+    assert windows.take(order[:100])
+    assert len(asked) > 1 and sum(asked) <= asked[0] + (1 << 20) // size + max(asked)
+
+
 def check(order: Order, samples: list[NDArray[np.uint8]]) -> None:
     assert len(order) == len(samples)
     assert all(s.tobytes() == content(i) for i, s in zip(order.tolist(), samples, strict=True))

@@ -76,7 +76,15 @@ class _Careless:
                 np.empty(min(int.from_bytes(head, "little"), 1 << 27), np.uint8)
         if self._fault == "raises ValueError" and size % 2:
             raise ValueError(size)
-        shard = self._real.open(read_at, size, path, verify=verify, tolerant=tolerant)
+        try:
+            shard = self._real.open(read_at, size, path, verify=verify, tolerant=tolerant)
+        except FFServeError:
+            if self._fault != "wrong beside damaged, if cut" or tolerant:
+                raise
+            shard = self._real.open(read_at, size, path, verify=verify, tolerant=True)
+            if shard.count < 3 or size == len(written(by_name("tfrecord"), SMALL)):
+                raise
+            shard.load = lambda o, n, c: _damaged(type(shard).load, shard, o, n, c)  # type: ignore[method-assign]
         if self._fault == "unchecked":
             shard.checksum_kind = 0
         if self._fault == "wrong order" and shard.count > 1:
@@ -90,10 +98,16 @@ def _swapped(load, shard, offsets, lengths, checksums) -> None:  # type: ignore[
         table[[0, 1]] = table[[1, 0]]
 
 
+def _damaged(load, shard, offsets, lengths, checksums) -> None:  # type: ignore[no-untyped-def]
+    _swapped(load, shard, offsets, lengths, checksums)
+    checksums[2:3] += 1
+
+
+FAULTS = "unchecked", "allocates", "raises ValueError", "wrong order", "together"
+
+
 @pytest.mark.check
-@pytest.mark.parametrize(
-    "fault", ["unchecked", "allocates", "raises ValueError", "wrong order", "together"]
-)
+@pytest.mark.parametrize("fault", [*FAULTS, "wrong beside damaged, if cut"])
 def test_careless_format_is_caught(fault: str) -> None:
     class Careless(FormatConformance):
         format = _Careless(fault)  # type: ignore[assignment]

@@ -17,6 +17,7 @@ from daemon import Daemon, Raw, asking, get, proxy, run_python, sample, serving,
 
 from ffserve import protocol
 from ffserve.errors import AccessDenied, ProtocolError, ReadError
+from ffserve.server.users.access import FILE_SYSTEMS
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users")
 
@@ -362,6 +363,18 @@ def test_a_descriptor_that_is_not_of_a_file(
         assert isinstance(error, AccessDenied) and said in str(error) and error.path == path
         raw.open(path)
     until(lambda: daemon.fd_count() <= before + 2, "nothing is held but the shard")
+
+
+def test_types_of_file_systems_are_those_of_the_kernel() -> None:
+    header = Path("/usr/include/linux/magic.h")
+    if not header.exists():
+        pytest.skip("no headers of the kernel")
+    pattern = r"#define (\w+?)(?:_SUPER)?_MAGIC(?:_V1)?\s+(0x\w+)"
+    defined = {name: int(value, 16) for name, value in re.findall(pattern, header.read_text())}
+    names = {each: each.upper() for each in FILE_SYSTEMS}
+    names |= {"iso9660": "ISOFS", "vfat": "MSDOS", "9p": "V9FS"}
+    known = {each: defined[name] for each, name in names.items() if name in defined}
+    assert len(known) > 15 and known.items() <= FILE_SYSTEMS.items()
 
 
 def test_a_file_of_a_file_system_that_is_not_served(daemon: Daemon) -> None:

@@ -337,6 +337,8 @@ def test_a_session_is_served_between_the_pieces_of_its_order(daemon: Daemon, pat
         raw.send(order(5, [3, 4], 6, 2), order(5, [0, 5], 6, 4), get(7, 1, [3]))
         assert raw.receive() == protocol.Ready(5, 6, [])
         assert raw.receive() == protocol.Ready(7, 1, [])
+        raw.send(order(8, [2, 1]))  # the one before is complete, and not answered again
+        assert raw.receive() == protocol.Ready(8, 2, [])
 
 
 @pytest.mark.parametrize(

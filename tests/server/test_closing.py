@@ -16,11 +16,24 @@ import numpy as np
 import pytest
 from daemon import Daemon, Raw, client, sample, serving, until, write
 
-import ffserve
-
 COUNT = 40
 TRUTH = [sample(i) for i in range(COUNT)]
 SOON = ("--close-after", "0")
+AT_ONCE = "import ffserve.server.sessions.server as s; s.TEND_INTERVAL_S = 0.02"
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    """A daemon that looks for idle files all the time, and closes them after 30 s."""
+    with serving(patch=AT_ONCE) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def soon() -> Iterator[Daemon]:
+    """One that closes them at once."""
+    with serving(options=SOON, patch=AT_ONCE) as running:
+        yield running
 
 
 def held(daemon: Daemon, path: str | Path) -> list[str]:
@@ -32,10 +45,10 @@ def held(daemon: Daemon, path: str | Path) -> list[str]:
     return [name for name in found if name.removesuffix(" (deleted)") == str(path)]
 
 
-def shards(daemon: Daemon) -> list[dict[str, Any]]:
-    """What STATUS says of the shards."""
+def shards(daemon: Daemon, path: str | Path | None = None) -> list[dict[str, Any]]:
+    """What STATUS says of the shards of a file; None: of all."""
     found: list[dict[str, Any]] = daemon.status()["shards"]
-    return found
+    return [each for each in found if path is None or each["path"] == str(path)]
 
 
 def read_all(daemon: Daemon, path: str | Path) -> list[bytes]:
@@ -47,57 +60,54 @@ def read_all(daemon: Daemon, path: str | Path) -> list[bytes]:
 @pytest.mark.check
 @pytest.mark.parametrize("suffix", ["ffr", "tfrecord", "recordio"])
 def test_a_closed_file_is_served_from_memory_when_it_is_opened_again(
-    tmp_path: Path, suffix: str
+    soon: Daemon, tmp_path: Path, suffix: str
 ) -> None:
     samples = TRUTH * 30
     path = write(tmp_path / f"a.{suffix}", samples)
-    with serving(options=SOON) as daemon:
-        assert read_all(daemon, path) == samples
-        until(lambda: not held(daemon, path), "the file is closed")
-        (shard,) = shards(daemon)
-        assert not shard["open"] and shard["cached_size"] > 0
-        read = daemon.cache()["blocks_read"]
-        for _ in range(3):
-            assert read_all(daemon, path) == samples
-            until(lambda: not held(daemon, path), "the file is closed")
-        assert daemon.cache()["blocks_read"] == read, "nothing is read twice"
-        assert len(shards(daemon)) == 1
+    assert read_all(soon, path) == samples
+    until(lambda: not held(soon, path), "the file is closed")
+    (shard,) = shards(soon, path)
+    assert not shard["open"] and shard["cached_size"] > 0
+    read = soon.cache()["blocks_read"]
+    for _ in range(3):
+        assert read_all(soon, path) == samples
+        until(lambda: not held(soon, path), "the file is closed")
+    assert soon.cache()["blocks_read"] == read, "nothing is read twice"
+    assert len(shards(soon, path)) == 1
 
 
 @pytest.mark.check
 def test_a_file_is_closed_when_no_job_has_it_open_for_some_time(tmp_path: Path) -> None:
     path = write(tmp_path / "a.ffr", TRUTH)
-    with serving(options=("--close-after", "4")) as daemon:
+    with serving(options=("--close-after", "1"), patch=AT_ONCE) as daemon:
         with daemon.open(path) as reader:
             assert bytes(reader[0]) == TRUTH[0]
-            until(lambda: daemon.status()["uptime_s"] > 6, "time passes")
+            time.sleep(1.2)
             assert held(daemon, path), "in use"
             ended = time.monotonic()
         until(lambda: shards(daemon)[0]["sessions"] == 0, "the job has ended")
         kept = bool(held(daemon, path)) and shards(daemon)[0]["open"]
-        assert kept or time.monotonic() - ended > 4
+        assert kept or time.monotonic() - ended > 1
         until(lambda: not held(daemon, path), "the file is closed")
 
 
-def test_the_space_of_a_deleted_file_stayed_taken(tmp_path: Path) -> None:
+def test_the_space_of_a_deleted_file_stayed_taken(daemon: Daemon, tmp_path: Path) -> None:
     """Until the daemon ended; now it is given back when no job has the file open."""
     path = write(tmp_path / "a.ffr", TRUTH)
-    with serving() as daemon:
-        with daemon.open(path) as reader:
-            assert bytes(reader[0]) == TRUTH[0]
-            os.unlink(path)
-            assert [bytes(one) for one in reader.read(range(COUNT))] == TRUTH
-            assert held(daemon, path)
-        until(lambda: not held(daemon, path), "it is closed long before 30 s are over", 20)
-
-
-def test_a_file_that_is_deleted_while_idle_is_closed(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.ffr", TRUTH)
-    with serving() as daemon:
-        assert read_all(daemon, path) == TRUTH
-        assert held(daemon, path)
+    with daemon.open(path) as reader:
+        assert bytes(reader[0]) == TRUTH[0]
         os.unlink(path)
-        until(lambda: not held(daemon, path), "it is closed long before 30 s are over", 20)
+        assert [bytes(one) for one in reader.read(range(COUNT))] == TRUTH
+        assert held(daemon, path)
+    until(lambda: not held(daemon, path), "it is closed long before 30 s are over", 20)
+
+
+def test_a_file_that_is_deleted_while_idle_is_closed(daemon: Daemon, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.ffr", TRUTH)
+    assert read_all(daemon, path) == TRUTH
+    assert held(daemon, path)
+    os.unlink(path)
+    until(lambda: not held(daemon, path), "it is closed long before 30 s are over", 20)
 
 
 @pytest.fixture
@@ -114,18 +124,17 @@ def mounted(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", place], capture_output=True)
 
 
-def test_umount_was_busy_until_the_daemon_ended(mounted: Path) -> None:
+def test_umount_was_busy_until_the_daemon_ended(soon: Daemon, mounted: Path) -> None:
     path = write(mounted / "a.ffr", TRUTH)
-    with serving(options=SOON) as daemon:
-        with daemon.open(path) as reader:
-            assert bytes(reader[1]) == TRUTH[1]
-            assert subprocess.run(["umount", mounted], capture_output=True).returncode
-        until(lambda: not held(daemon, path), "the file is closed")
+    with soon.open(path) as reader:
+        assert bytes(reader[1]) == TRUTH[1]
+        assert subprocess.run(["umount", mounted], capture_output=True).returncode
+    until(lambda: not held(soon, path), "the file is closed")
 
-        def unmounted() -> bool:
-            return not subprocess.run(["umount", mounted], capture_output=True).returncode
+    def unmounted() -> bool:
+        return not subprocess.run(["umount", mounted], capture_output=True).returncode
 
-        until(unmounted, "the ring has let the file go, too")
+    until(unmounted, "the ring has let the file go, too")
 
 
 def test_another_file_with_the_identity_of_a_closed_one(tmp_path: Path) -> None:
@@ -208,31 +217,29 @@ print("right", flush=True)
             assert job.stdout is not None and job.stdout.readline() == "right\n"
 
 
-def test_a_proof_ends_with_the_file(tmp_path: Path) -> None:
+def test_a_proof_ends_with_the_file(soon: Daemon, tmp_path: Path) -> None:
     """A closed file must be shown again: nothing else says who may read it."""
     from daemon import asking
 
     from ffserve import protocol
 
     path = write(tmp_path / "a.ffr", TRUTH)
-    with serving(options=SOON) as daemon:
-        assert read_all(daemon, path) == TRUTH
-        until(lambda: not held(daemon, path), "the file is closed")
-        with Raw(daemon.socket) as raw:
-            raw.send(asking(path))
-            assert isinstance(raw.receive(), protocol.Need)
-            os.rename(write(tmp_path / "b.ffr", TRUTH[::-1]), path)
-            raw.pass_files(1, [path])
-            assert isinstance(raw.receive(), protocol.Opened)
-        assert read_all(daemon, path) == TRUTH[::-1]
+    assert read_all(soon, path) == TRUTH
+    until(lambda: not held(soon, path), "the file is closed")
+    with Raw(soon.socket) as raw:
+        raw.send(asking(path))
+        assert isinstance(raw.receive(), protocol.Need)
+        os.rename(write(tmp_path / "b.ffr", TRUTH[::-1]), path)
+        raw.pass_files(1, [path])
+        assert isinstance(raw.receive(), protocol.Opened)
+    assert read_all(soon, path) == TRUTH[::-1]
 
 
-@pytest.mark.check
-def test_closing_keeps_no_shard_of_a_stopped_reader(tmp_path: Path) -> None:
+def test_closing_keeps_no_shard_of_a_stopped_reader(soon: Daemon, tmp_path: Path) -> None:
     """A file is not closed while a session has it open, however long nobody reads it."""
     path = write(tmp_path / "a.ffr", TRUTH)
-    with serving(options=SOON) as daemon, ffserve.open(path, server=daemon.socket) as reader:
-        until(lambda: daemon.status()["uptime_s"] > 3, "time passes")
+    with soon.open(path) as reader:
+        time.sleep(0.3)
         chosen = np.arange(COUNT)[::-1]
         assert [bytes(one) for one in reader.read(chosen)] == TRUTH[::-1]
 
@@ -263,24 +270,21 @@ def size_of_tables(daemon: Daemon) -> int:
     return size
 
 
-AT_ONCE = "import ffserve.server.sessions.server as s; s.TEND_INTERVAL_S = 0.02"
-
-
 @pytest.mark.check
 @pytest.mark.parametrize("way", ["rewritten", "renamed", "deleted"])
 @pytest.mark.parametrize("in_use", [False, True], ids=["idle", "open"])
 def test_each_replacement_of_a_served_file_left_its_shard_in_the_tables(
-    tmp_path: Path, way: str, in_use: bool
+    daemon: Daemon, tmp_path: Path, way: str, in_use: bool
 ) -> None:
     """And 36 bytes a sample, whether a session had it open meanwhile or not."""
     contents = [[b"%d of %d" % (i, k) for i in range(2000)] for k in range(2)]
     fresh = [write(tmp_path / f"fresh{k}.ffr", each) for k, each in enumerate(contents)]
     served = Path(shutil.copyfile(fresh[0], tmp_path / "served.ffr"))
     most = 0
-    with serving(patch=AT_ONCE) as daemon, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         assert read_all(daemon, served) == contents[0]
         size = size_of_tables(daemon)
-        for turn in range(1, 121):
+        for turn in range(1, 49):
             if in_use:
                 stack.close()
                 old = stack.enter_context(daemon.open(served))
@@ -291,11 +295,11 @@ def test_each_replacement_of_a_served_file_left_its_shard_in_the_tables(
                 assert [bytes(one) for one in old.read([0, 1999])] == [
                     contents[(turn - 1) % 2][k] for k in (0, 1999)
                 ]
-            if turn % 20 == 0:
-                most = max(most, len(shards(daemon)))
+            if turn % 12 == 0:
+                most = max(most, len(shards(daemon, served)))
         stack.close()
-        until(lambda: len(shards(daemon)) == 1, "the others are gone")
-        assert most < 40
+        until(lambda: len(shards(daemon, served)) == 1, "the others are gone")
+        assert most < 24
         assert size_of_tables(daemon) <= size + 4 * 4096, "their tables, too"
         read = daemon.cache()["blocks_read"]
         assert read_all(daemon, served) == contents[0]
@@ -304,31 +308,32 @@ def test_each_replacement_of_a_served_file_left_its_shard_in_the_tables(
 
 @pytest.mark.check
 @pytest.mark.parametrize("way", ["rewritten", "renamed", "deleted"])
-def test_a_file_that_was_replaced_when_it_was_closed_already(tmp_path: Path, way: str) -> None:
+def test_a_file_that_was_replaced_when_it_was_closed_already(
+    soon: Daemon, tmp_path: Path, way: str
+) -> None:
     """It is known by its name when the next one is opened."""
     fresh = [write(tmp_path / f"fresh{k}.ffr", TRUTH[k : k + 3]) for k in range(4)]
     served = Path(shutil.copyfile(fresh[0], tmp_path / "served.ffr"))
-    with serving(options=SOON, patch=AT_ONCE) as daemon:
-        for k in range(4):
-            if k:
-                replace(served, fresh[k], way)
-            assert read_all(daemon, served) == TRUTH[k : k + 3]
-            until(lambda: not held(daemon, served), "it is closed")
-            until(lambda: len(shards(daemon)) == 1, "the one before is gone")
-        (shard,) = shards(daemon)
-        assert not shard["open"] and shard["cached_size"]
+    for k in range(4):
+        if k:
+            replace(served, fresh[k], way)
+        assert read_all(soon, served) == TRUTH[k : k + 3]
+        until(lambda: not held(soon, served), "it is closed")
+        until(lambda: len(shards(soon, served)) == 1, "the one before is gone")
+    (shard,) = shards(soon, served)
+    assert not shard["open"] and shard["cached_size"]
 
 
 def test_an_old_file_that_is_in_use_does_not_drop_the_samples_of_the_present_one(
-    tmp_path: Path,
+    soon: Daemon, tmp_path: Path
 ) -> None:
     served, other = Path(write(tmp_path / "a.ffr", TRUTH)), write(tmp_path / "b.ffr", TRUTH)
-    with serving(options=SOON, patch=AT_ONCE) as daemon, daemon.open(served) as old:
+    with soon.open(served) as old:
         replace(served, write(tmp_path / "fresh.ffr", TRUTH[::-1]), "renamed")
         for path in (served, other):
-            assert read_all(daemon, path) == (TRUTH[::-1] if path == served else TRUTH)
-            until(lambda: sum(s["open"] for s in shards(daemon)) == 1, "the old one alone is open")
-        read = daemon.cache()["blocks_read"]
-        assert read_all(daemon, served) == TRUTH[::-1]
-        assert daemon.cache()["blocks_read"] == read
+            assert read_all(soon, path) == (TRUTH[::-1] if path == served else TRUTH)
+            until(lambda: sum(s["open"] for s in shards(soon)) == 1, "the old one alone is open")
+        read = soon.cache()["blocks_read"]
+        assert read_all(soon, served) == TRUTH[::-1]
+        assert soon.cache()["blocks_read"] == read
         assert [bytes(one) for one in old.read(range(COUNT))] == TRUTH

@@ -26,6 +26,7 @@ import ffserve
 from ffserve import limits, protocol
 from ffserve.engine.shm import DURATIONS
 from ffserve.errors import BY_CODE, ChecksumError, UsageError
+from ffserve.server.files.remote import store_facts
 from ffserve.server.reading.statistics import BOUNDS_S, Histogram
 
 parser = pytest.importorskip("prometheus_client.openmetrics.parser")
@@ -37,6 +38,11 @@ COUNT = 60
 TRUTH = [sample(index, [5000]) for index in range(COUNT)]
 ALICE = 61_001
 Series = dict[tuple[tuple[str, str], ...], float]
+
+
+def test_a_daemon_without_a_store_has_none() -> None:
+    nothing = {"limit": 0, "used": 0, "fetched": 0, "evicted": 0}
+    assert store_facts(None) == {"directory": "", **nothing}
 
 
 def parse(text: str) -> dict[str, Series]:

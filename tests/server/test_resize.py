@@ -221,27 +221,20 @@ def test_a_killed_client_does_not_delay_a_resize(path: str) -> None:
             holder.communicate()
 
 
-@pytest.mark.check
-@pytest.mark.parametrize(
-    ("size", "said"),
-    [
+def test_invalid_sizes_are_refused(daemon: Daemon) -> None:
+    for size, said in (
         ("1KiB", "an arena of 1.00 KiB is too small"),
-        ("300MiB", "the arena cannot grow to 300 MiB: this daemon was started for at most 256 MiB"),
+        ("300MiB", "cannot grow to 300 MiB: this daemon was started for at most 256 MiB"),
         ("many", "invalid size 'many'"),
-    ],
-)
-def test_invalid_sizes_are_refused(daemon: Daemon, size: str, said: str) -> None:
-    assert said in resize(daemon, size, code=2)
-    assert daemon.status()["arena"]["target"] == 16 * MIB
-
-
-def test_invalid_sizes_in_a_message_are_refused(daemon: Daemon) -> None:
+    ):
+        assert said in resize(daemon, size, code=2)
     with Raw(daemon.socket) as raw:
-        for tag, size in enumerate((-1, 0, 1 << 63, (1 << 64) - 1), 1):
-            raw.send(protocol.Resize(tag, size))
+        for tag, number in enumerate((-1, 0, 1 << 63, (1 << 64) - 1), 1):
+            raw.send(protocol.Resize(tag, number))
             answer = raw.receive()
             assert isinstance(answer, protocol.Fail) and answer.tag == tag
             assert isinstance(protocol.error_from_wire(answer.error), UsageError)
+    assert daemon.status()["arena"]["target"] == 16 * MIB
 
 
 def test_more_than_is_free_is_refused() -> None:

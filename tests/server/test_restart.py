@@ -43,7 +43,7 @@ def test_same_samples_with_and_without_a_daemon(path: str, truth: Truth) -> None
         expected, source, _ = alone.end()
     assert source.startswith("engine ")
     assert sorted(expected) == truth
-    with serving(arena="4MiB") as daemon, jobs(3, path, daemon.socket) as running:
+    with serving(arena="4MiB") as daemon, jobs(2, path, daemon.socket) as running:
         for job in running:
             got, source, err = job.end()
             assert (source, err) == (f"daemon {daemon.socket}", "")
@@ -52,7 +52,7 @@ def test_same_samples_with_and_without_a_daemon(path: str, truth: Truth) -> None
 
 @pytest.mark.check
 def test_daemon_killed_in_mid_epoch_and_started_again(path: str, truth: Truth) -> None:
-    with serving(arena="4MiB") as daemon, jobs(3, path, daemon.socket, pause=0.1) as running:
+    with serving(arena="4MiB") as daemon, jobs(2, path, daemon.socket, pause=0.1) as running:
         assert daemon.end(signal.SIGKILL) == -signal.SIGKILL
         time.sleep(0.1)
         assert all(job.process.poll() is None for job in running)
@@ -76,7 +76,7 @@ def test_daemon_restarted_three_times(path: str, truth: Truth) -> None:
 
 @pytest.mark.check
 def test_a_killed_job_does_not_disturb_other_jobs(path: str, truth: Truth) -> None:
-    with serving(arena="2MiB") as daemon, jobs(3, path, daemon.socket, pause=0.01) as running:
+    with serving(arena="2MiB") as daemon, jobs(2, path, daemon.socket, pause=0.01) as running:
         running[0].kill()
         for job in running[1:]:
             assert sorted(job.end()[0]) == truth

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -71,6 +72,13 @@ def public(folder: Path, name: str, seed: int, count: int = COUNT) -> str:
     return path
 
 
+def deny(path: str, user: int) -> None:
+    """Let everybody but one user read a file."""
+    rows = [(1, 6, -1), (2, 0, user), (4, 4, -1), (16, 4, -1), (32, 4, -1)]
+    packed = b"".join(struct.pack("<HHi", *row) for row in rows)
+    os.setxattr(path, "system.posix_acl_access", b"\2\0\0\0" + packed)
+
+
 def contents(seed: int, count: int = COUNT) -> list[bytes]:
     chance = np.random.default_rng(seed)
     return [chance.bytes(4000) for _ in range(count)]
@@ -120,29 +128,25 @@ def test_two_users_share_the_samples_of_a_common_file_once() -> None:
         assert len(arena_pages(running)) == 1
 
 
-@pytest.mark.check
-@pytest.mark.parametrize("place", ["file", "folder", "acl"])
-def test_what_not_everybody_may_read_is_not_common(place: str) -> None:
+def test_what_not_everybody_may_read_is_not_common() -> None:
     with daemon_of() as running:
-        folder = running.directory / "inner"
-        folder.mkdir(mode=0o755)
-        path = public(folder, "shared.ffr", 2)
-        if place == "file":
-            os.chown(path, 0, TEAM)
-            os.chmod(path, 0o640)
-        elif place == "folder":
-            os.chown(folder, 0, TEAM)
-            folder.chmod(0o750)
-        else:
-            rows = [(1, 6, -1), (2, 0, CAROL), (4, 4, -1), (16, 4, -1), (32, 4, -1)]
-            packed = b"".join(np.array(row[:2], "<u2").tobytes()
-                              + np.array([row[2]], "<i4").tobytes() for row in rows)  # fmt: skip
-            os.setxattr(path, "system.posix_acl_access", b"\2\0\0\0" + packed)
-        text = b"".join(contents(2)).hex()
-        for user in (ALICE, BOB):
-            assert as_user(user, READ, running.socket, path, 1, groups=str(TEAM)) == text
-        assert running.cache()["blocks_read"] == 2 * COUNT
-        assert len(arena_pages(running)) == 2
+        for number, place in enumerate(("file", "folder", "acl"), 1):
+            folder = running.directory / place
+            folder.mkdir(mode=0o755)
+            path = public(folder, "shared.ffr", 2)
+            if place == "file":
+                os.chown(path, 0, TEAM)
+                os.chmod(path, 0o640)
+            elif place == "folder":
+                os.chown(folder, 0, TEAM)
+                folder.chmod(0o750)
+            else:
+                deny(path, CAROL)
+            text = b"".join(contents(2)).hex()
+            for user in (ALICE, BOB):
+                assert as_user(user, READ, running.socket, path, 1, groups=str(TEAM)) == text
+            assert running.cache()["blocks_read"] == number * 2 * COUNT, place
+            assert len(arena_pages(running)) == 2, place
 
 
 @pytest.mark.check
@@ -352,10 +356,7 @@ def test_a_file_that_becomes_private_is_shared_no_longer(how: str) -> None:
             # Its identity is what it was: a proof lasts until the file is closed.
             until(lambda: not any(s["open"] for s in running.status()["shards"]), "it is closed")
         else:
-            rows = [(1, 6, -1), (2, 0, BOB), (4, 4, -1), (16, 4, -1), (32, 4, -1)]
-            packed = b"".join(np.array(row[:2], "<u2").tobytes()
-                              + np.array([row[2]], "<i4").tobytes() for row in rows)  # fmt: skip
-            os.setxattr(path, "system.posix_acl_access", b"\2\0\0\0" + packed)
+            deny(path, BOB)
         assert as_user(ALICE, READ, running.socket, path, 1) == text
         assert ALICE in users()
         refused = (

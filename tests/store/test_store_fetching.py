@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import random
 import resource
 import threading
@@ -308,6 +309,16 @@ def test_a_full_disk_is_read_past(
     assert not file.stored.state.words.any()
 
 
+def test_a_copy_to_another_file_system(server: HttpOrigin, fetcher: Fetcher) -> None:
+    """The kernel does not copy from one to the other."""
+    content = noise(6 * BLOCK + 17)
+    file = opened(fetcher, server.put("a.bin", content))
+    fd = os.memfd_create("copy")
+    with os.fdopen(fd, "rb") as copy:
+        fetcher.copy(file, fd, lambda: None)
+        assert copy.read() == content
+
+
 def test_an_origin_that_is_given_up_says_how_often_it_was_asked() -> None:
     breaker = fetching.Breaker(fetching.Patience(0.2))
     breaker.call(lambda: None)
@@ -318,6 +329,22 @@ def test_an_origin_that_is_given_up_says_how_often_it_was_asked() -> None:
     for _ in range(2):
         with pytest.raises(ReadError, match=r"s3://b/x: it fails; tried (once|\d+ times in \d+ s)"):
             breaker.call(fail)
+
+
+def test_an_origin_that_has_never_answered_is_given_up_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its name may be wrong."""
+    monkeypatch.setattr(fetching, "CONTACT_S", 0.2)
+    breaker, tried = fetching.Breaker(give_up_s=60.0), list[float]()
+
+    def fail() -> None:
+        tried.append(time.monotonic())
+        again = len(tried) < 8
+        raise OriginError(ReadError("it fails", path="s3://b/x"), again=again, answered=False)
+
+    with pytest.raises(ReadError, match="it fails; tried"):
+        breaker.call(fail)
 
 
 def test_secrets_are_not_shown() -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemon import Daemon, ready
+from daemon import Daemon, ready, run_python
 
 NAMESPACES = {"mnt": 0x20000, "ipc": 0x8000000, "net": 0x40000000, "pid": 0x20000000}
 """Besides the user namespace. CLONE_NEW* of sched.h."""
@@ -31,13 +31,15 @@ RANGE = 65_536
 """Users of a container with a user namespace."""
 IO_URING = ("io_uring_setup", "io_uring_enter", "io_uring_register")
 
-ENTER = """
-import encodings.ascii, json, os, sys
+IMPORTS = (
+    *("container", "daemon", "encodings.ascii", "numpy", "ffserve.reader"),
+    *("ffserve.formats.recordio", "ffserve.formats.tfrecord", "ffserve.server.life.daemon"),
+    *("ffserve.cli.daemon.serve", "ffserve.cli.daemon.status", "ffserve.cli.daemon.screen"),
+)
+ENTER = f"""
+import json, os, sys, {", ".join(IMPORTS)}
 import numpy as np
-import ffserve, ffserve.reader, ffserve.formats.recordio, ffserve.formats.tfrecord
-import ffserve.cli.daemon.serve, ffserve.cli.daemon.status, ffserve.cli.daemon.screen
-import ffserve.server.life.daemon
-import container, daemon as support
+import daemon as support
 container.enter(json.loads(sys.argv.pop(1)))
 """
 
@@ -72,15 +74,8 @@ class Container:
 
     def run(self, program: str, *arguments: Any, code: int = 0) -> str:
         """Run a Python program inside; return its output."""
-        done = subprocess.run(
-            self.command(program, *arguments),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=90,
-            env=environment(),
-        )
-        assert done.returncode == code, (done.stdout, done.stderr)
+        spec = json.dumps(dataclasses.asdict(self))
+        done = run_python(ENTER + program, spec, *arguments, code=code, imports=IMPORTS)
         return done.stdout.strip() + done.stderr.strip()
 
     @contextlib.contextmanager

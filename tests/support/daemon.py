@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import preloaded
 
 import ffserve
 from ffserve import formats, protocol
@@ -240,18 +241,17 @@ def damage(path: str | Path, index: int) -> None:
 
 
 def run_python(
-    program: str, *arguments: Any, code: int | None = 0, timeout: float = 100
+    program: str,
+    *arguments: Any,
+    code: int | None = 0,
+    timeout: float = 100,
+    imports: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program in a Python of its own that can import this module."""
-    found = (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program, *map(str, arguments)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, found))},
-    )
+    """Run a program in a process of its own, which has imported ffserve and can import this module.
+
+    Args: code: what it exits with; None: anything. imports: modules that it has imported as well.
+    """
+    done = preloaded.start().run(program, [*map(str, arguments)], imports, timeout)
     if code is not None:
         assert done.returncode == code, (done.stdout, done.stderr)
     return done
