@@ -152,13 +152,27 @@ def report(error: BaseException) -> int:
     if isinstance(error, MemoryError):
         hint = "free some memory, or raise the memory limit (ulimit -v, the cgroup's)"
     text = str(error) or type(error).__name__
-    if hint:
+    if isinstance(error, ServerUnavailable) and (removed := _removed(error.path)):
+        text, hint = text.removesuffix(f" ({hint})"), removed
+    elif hint:
         text = text.removesuffix(f" ({hint})")
     begin = priority(logging.ERROR)
     click.echo(f"{begin}error: {printable(text)}", err=True)
     if hint:
         click.echo(f"{begin}  hint: {printable(hint)}", err=True)
     return exit_code(error)
+
+
+def _removed(path: str | None) -> str:
+    """Return a hint if a daemon listens on a socket whose path was removed."""
+    from ffserve.system.socket_path import SYSTEM_SOCKET, restart_of, was_removed
+
+    for each in dict.fromkeys((path or SYSTEM_SOCKET, SYSTEM_SOCKET)):
+        if was_removed(each):
+            restart = restart_of(each)
+            what = f"as root, `{restart}` makes it anew" if restart else "restart that daemon"
+            return f"{each} was removed while a daemon listens on it; {what}"
+    return ""
 
 
 def _print_version(ctx: click.Context, _parameter: click.Parameter, wanted: bool) -> None:

@@ -14,6 +14,8 @@ SYSTEM_SOCKET = "/run/ffserve/ffserve.sock"
 MAX_SOCKET_PATH = 107
 """A path in ``struct sockaddr_un`` has at most this many bytes, without the terminating zero."""
 _UCRED = struct.Struct("=iII")
+_ACCEPTS = 0x10000
+"""A flag in /proc/net/unix: __SO_ACCEPTCON of <linux/net.h>."""
 
 
 def default_socket_path() -> str:
@@ -50,6 +52,29 @@ def find_socket(explicit: str | None = None) -> str:
     if _is_root() or os.path.exists(SYSTEM_SOCKET):
         return SYSTEM_SOCKET
     return user_socket()
+
+
+def was_removed(path: str) -> bool:
+    """Whether a process listens on a socket, but nobody finds it, because its path was removed."""
+    if os.path.exists(path):
+        return False
+    try:
+        with open("/proc/net/unix", encoding="utf-8", errors="surrogateescape") as lines:
+            fields = [line.rstrip("\n").split(None, 7) for line in lines if path in line]
+    except OSError:
+        return False
+    return any(each[-1] == path and int(each[3], 16) & _ACCEPTS for each in fields)
+
+
+def restart_of(path: str) -> str:
+    """Return the command that restarts a service with its socket; "" if systemd has none for this
+    path."""
+    directory, name = os.path.split(path)
+    name = name.removesuffix(".sock")
+    if directory != os.path.dirname(SYSTEM_SOCKET) or not os.path.isdir("/run/systemd/system"):
+        return ""
+    unit = name if name == "ffserve" else f"ffserve@{name}"
+    return f"systemctl restart {unit}.socket {unit}.service"
 
 
 def prepare_socket_directory(socket: str) -> None:
