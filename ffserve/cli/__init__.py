@@ -177,9 +177,9 @@ def _removed(path: str | None) -> str:
 
 def _print_version(ctx: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
     if wanted and not ctx.resilient_parsing:
-        from importlib.metadata import version
+        from ffserve import __version__
 
-        click.echo(f"ffserve {version('ffserve')}")
+        click.echo(f"ffserve {__version__}")
         ctx.exit()
 
 
