@@ -404,7 +404,7 @@ def service(case: Case) -> Found:
     shown = _show("ffserve.socket", "ActiveState", "Result")
     daemon = _show(
         "ffserve.service",
-        *("ActiveState", "SubState", "Result", "StatusText", "FileDescriptorStoreMax"),
+        *("ActiveState", "SubState", "Result", "StatusText", "FileDescriptorStoreMax", "LoadState"),
     )
     state = f"{shown.get('ActiveState')}, {daemon.get('ActiveState')}"
     yield f"ffserve.socket and ffserve.service: {state}"
@@ -442,7 +442,7 @@ def service(case: Case) -> Found:
         commands = (as_root("systemctl enable --now ffserve.socket"),)
         text = "the service is installed, but its socket is not started"
         yield Finding("service-inactive", "error", text, ALONE, commands)
-    if daemon.get("FileDescriptorStoreMax") == "0":
+    if daemon.get("FileDescriptorStoreMax") == "0" and daemon.get("LoadState") == "loaded":
         path = "/etc/systemd/system/ffserve.service.d/store.conf"
         yield Finding(
             "service-store",

@@ -4,14 +4,15 @@ train (`make systemd seconds=300` for five minutes of it)."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from contextlib import ExitStack
 
 import pytest
 from daemon import until
-from service_machine import PRIVATE, WHOLE, answers_again, has_moved, job, status
-from systemd_container import Container
+from service_machine import FILE, PRIVATE, WHOLE, answers_again, has_moved, job, status
+from systemd_container import DATA, Container
 
 pytestmark = [pytest.mark.systemd, pytest.mark.usefixtures("sound"), pytest.mark.timeout(900)]
 
@@ -22,10 +23,11 @@ HEALED_S = 30.0
 
 
 def test_a_daemon_that_is_killed_every_five_seconds_fails_no_batch(machine: Container) -> None:
+    shutil.copy(machine.data / "train.ffr", machine.data / "third.ffr")
     with ExitStack() as stack:
         jobs = [
-            stack.enter_context(job(machine, "auto", least=WHOLE, **options))
-            for options in ({}, {"path": PRIVATE}, {})
+            stack.enter_context(job(machine, "auto", least=WHOLE, path=path))
+            for path in (FILE, PRIVATE, f"{DATA}/third.ffr")
         ]
         kills, end = 0, time.monotonic() + SECONDS
         while time.monotonic() < end:
