@@ -102,8 +102,8 @@ def _unusable(case: Case) -> Iterator[Finding]:
     if not runs and _show(case.unit, "PrivateNetwork").get("PrivateNetwork") == "yes":
         yield from _without_network(case)
     elif not runs and (taken := _taken(config.http)) is not None:
-        commands = (_listeners(config.http), case.restart())
-        yield Finding("settings-unusable", "error", taken, effect, commands)
+        show = _listeners(config.http)
+        yield Finding("settings-unusable", "error", taken, effect, (show, case.restart()))
     fault = None if runs or has_unit() else common_fault(config)
     if fault is not None:
         commands = case.setting("common", '"world"', "--common", "world")
