@@ -164,13 +164,12 @@ def report(error: BaseException) -> int:
 
 
 def _removed(path: str | None) -> str:
-    """Return a hint if a daemon listens on a socket whose path was removed."""
-    from ffserve.system.socket_path import SYSTEM_SOCKET, restart_of, was_removed
+    """Return a hint if the socket of a service was removed."""
+    from ffserve.system.socket_path import SYSTEM_SOCKET, restart_if_removed
 
-    for each in dict.fromkeys((path or SYSTEM_SOCKET, SYSTEM_SOCKET)):
-        if was_removed(each):
-            restart = restart_of(each)
-            what = f"as root, `{restart}` makes it anew" if restart else "restart that daemon"
+    for each in (path or SYSTEM_SOCKET, SYSTEM_SOCKET):
+        if restart := restart_if_removed(each):
+            what = f"as root, `{restart}` makes it anew"
             return f"{each} was removed while a daemon listens on it; {what}"
     return ""
 

@@ -23,7 +23,7 @@ from ffserve.errors import FFServeError, ProtocolError, UsageError
 from ffserve.server.files.remote import store_fault
 from ffserve.server.life.startup import common_fault, group_of, http_module
 from ffserve.system.memfd import can_map
-from ffserve.system.socket_path import SYSTEM_SOCKET, restart_of, was_removed
+from ffserve.system.socket_path import SYSTEM_SOCKET, restart_if_removed
 
 ALONE = "Jobs read the files by themselves and share nothing."
 
@@ -316,11 +316,9 @@ def _missing(case: Case) -> Iterator[str | Finding]:
             ALONE,
             (f"export FFSERVE_SOCKET={shlex.quote(configured)}",),
         )
-    elif was_removed(found.path):
+    elif restart := restart_if_removed(found.path):
         text = f"{found.path} was removed, while a daemon listens on it"
-        restart = restart_of(found.path)
-        command = case.host.as_root(restart) if restart else case.restart()
-        yield Finding("socket-missing", "error", text, ALONE, (command,))
+        yield Finding("socket-missing", "error", text, ALONE, (case.host.as_root(restart),))
     elif found.given:
         text = f"{found.path}: this socket does not exist"
         yield Finding("socket-missing", "error", text, ALONE, (case.restart(),))
@@ -496,9 +494,10 @@ def units(case: Case) -> Found:
                     as_root("systemctl start ffserve.socket"),
                 ),
             )
-    if case.socket.path != SYSTEM_SOCKET and was_removed(SYSTEM_SOCKET):
+    restart = restart_if_removed(SYSTEM_SOCKET)
+    if restart and case.socket.path != SYSTEM_SOCKET:
         text = f"{SYSTEM_SOCKET} was removed, while a daemon listens on it"
-        yield Finding("socket-missing", "error", text, ALONE, (as_root(restart_of(SYSTEM_SOCKET)),))
+        yield Finding("socket-missing", "error", text, ALONE, (as_root(restart),))
     group = shown.get("SocketGroup", "")
     if group and not group.isdecimal() and group not in {each.gr_name for each in grp.getgrall()}:
         path = "/etc/systemd/system/ffserve.socket.d/zz-group.conf"

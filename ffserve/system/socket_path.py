@@ -54,25 +54,22 @@ def find_socket(explicit: str | None = None) -> str:
     return user_socket()
 
 
-def was_removed(path: str) -> bool:
-    """Whether a process listens on a socket, but nobody finds it, because its path was removed."""
-    if os.path.exists(path):
-        return False
+def restart_if_removed(path: str) -> str:
+    """Return the command that makes the socket of a service anew, if its path was removed while
+    systemd listens on it; else ""."""
+    directory, name = os.path.split(path)
+    # Without systemd this may be a container, which sees sockets of the machine by name only.
+    if directory != os.path.dirname(SYSTEM_SOCKET) or not os.path.isdir("/run/systemd/system"):
+        return ""
     try:
         with open("/proc/net/unix", encoding="utf-8", errors="surrogateescape") as lines:
             fields = [line.rstrip("\n").split(None, 7) for line in lines if path in line]
     except OSError:
-        return False
-    return any(each[-1] == path and int(each[3], 16) & _ACCEPTS for each in fields)
-
-
-def restart_of(path: str) -> str:
-    """Return the command that restarts a service with its socket; "" if systemd has none for this
-    path."""
-    directory, name = os.path.split(path)
-    name = name.removesuffix(".sock")
-    if directory != os.path.dirname(SYSTEM_SOCKET) or not os.path.isdir("/run/systemd/system"):
         return ""
+    listens = any(each[-1] == path and int(each[3], 16) & _ACCEPTS for each in fields)
+    if os.path.exists(path) or not listens:
+        return ""
+    name = name.removesuffix(".sock")
     unit = name if name == "ffserve" else f"ffserve@{name}"
     return f"systemctl restart {unit}.socket {unit}.service"
 

@@ -47,7 +47,8 @@ def test_the_installation_of_the_document_starts_the_daemon_with_the_first_clien
     assert machine.property("ffserve.service", "ActiveState") == "active"
     assert "clients: " in machine.property("ffserve.service", "StatusText")
     assert machine.property("ffserve.service", "User") == "ffserved"
-    assert "error" not in machine.log().lower()
+    run = f"_SYSTEMD_INVOCATION_ID={machine.property('ffserve.service', 'InvocationID')}"
+    assert "error" not in machine.run("journalctl", "--no-pager", "-o", "cat", run).lower()
 
 
 def test_a_member_is_served_and_an_outsider_reads_by_himself(machine: Container) -> None:
