@@ -20,8 +20,9 @@
 # make spark   Spark sessions, readers and writers (2 min; brings Java and pyspark, 500 MB)
 # make stores  remote files from servers of S3, SFTP, HDFS, Google Cloud Storage and Azure, and longer
 #              tests of the store (8 min; brings Java and Hadoop, 500 MB)
-# make systemd boot a systemd in a container: install the service, use it, damage it, remove it
-#              (4 min; needs root)
+# make systemd boot a systemd in a container: install the service, use it, damage it, mend it by what
+#              `ffserve doctor` prints, remove it; a real Prometheus (14 min; needs root; seconds=300:
+#              kill the daemon every 5 s for so long)
 # make upgrades the last release's clients and daemon with today's (2 min; builds it from the history,
 #              or takes FFSERVE_LAST=WHEEL)
 # make wheels  wheels for x86_64 and aarch64 and every Python, in dist/ (1 min; brings a compiler,
@@ -129,7 +130,7 @@ view:
 
 systemd:
 	@bash .ci/setup --systemd
-	@$(pytest) -q -rs -m systemd --timeout 600
+	@SECONDS_OF_KILLS=$(seconds) $(pytest) -q -rs -m systemd tests/systemd --timeout 600
 
 upgrades: setup
 	@$(pytest) -q -rs -m upgrades tests/upgrades --timeout 300
@@ -153,7 +154,8 @@ install:
 	@[ -x $(prefix)/bin/python ] || $(python3) -m venv $(prefix)
 	@copy=$$(mktemp -d) && trap 'rm -rf "$$copy"' EXIT && umask 022 && \
 	    cp -R README.md docs ffserve pyproject.toml systemd "$$copy" && \
-	    $(prefix)/bin/python -m pip install --quiet --disable-pip-version-check "$$copy[metrics]"
+	    FFSERVE_CHECKOUT="$(CURDIR)" $(prefix)/bin/python -m pip install --quiet \
+	        --disable-pip-version-check "$$copy[metrics]"
 	@$(prefix)/bin/ffserve install-service
 
 uninstall:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shutil
 import string
 import subprocess
@@ -46,13 +45,6 @@ def system_python() -> str:
         ) from error
 
 
-def version() -> str:
-    """Return the version of ffserve."""
-    found = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
-    assert found, "pyproject.toml has a version"
-    return found[1]
-
-
 def install(wheel: Path, architecture: str, python: str, site: Path) -> None:
     """Install a wheel and what it needs for another processor and Python into a directory."""
     older = (f"manylinux_2_{minor}_{architecture}" for minor in range(28, 16, -1))
@@ -69,9 +61,10 @@ def install(wheel: Path, architecture: str, python: str, site: Path) -> None:
 
 def package(architecture: str, python: str, output: Path) -> Path:
     """Build one package; return its path."""
-    wheels = list(output.glob(f"ffserve-{version()}-cp310-abi3-*_{architecture}.whl"))
+    wheels = list(output.glob(f"ffserve-*-cp310-abi3-*_{architecture}.whl"))
     if len(wheels) != 1:
-        raise Failed(f"{output} has no wheel of {version()} for {architecture}: run `make wheels`")
+        raise Failed(f"{output} has {len(wheels)} wheels for {architecture}: run `make wheels`")
+    version = wheels[0].name.split("-")[1]
     stage = BUILD / f"{architecture}-{python}"
     shutil.rmtree(stage, ignore_errors=True)
     (stage / "units").mkdir(parents=True)
@@ -92,12 +85,13 @@ def package(architecture: str, python: str, output: Path) -> Path:
         "python": python,
         "root": ROOT,
         "stage": stage,
-        "version": version(),
+        "version": version,
     }
     recipe = string.Template((ROOT / ".ci/deb/nfpm.yaml").read_text().partition("\n")[2])
     (stage / "nfpm.yaml").write_text(recipe.substitute(names))
-    name = f"ffserve_{version()}-1+python{python}_{DEBIAN[architecture]}.deb"
-    target = output / name
+    for earlier in output.glob(f"ffserve_*-1+python{python}_{DEBIAN[architecture]}.deb"):
+        earlier.unlink()
+    target = output / f"ffserve_{version}-1+python{python}_{DEBIAN[architecture]}.deb"
     words = ["package", "--packager", "deb", "--config", stage / "nfpm.yaml", "--target", target]
     run([program("nfpm"), *words])
     return target

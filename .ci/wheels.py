@@ -47,6 +47,8 @@ FOR_CLANG = {
 """In ISA-L before 2.31: instructions that only the assembler of GNU takes, and what it makes of
 them."""
 MODULES = ("_core", "_arrays")
+HISTORY = {"FFSERVE_CHECKOUT": str(ROOT)}
+"""The version of a build names the commit of this checkout."""
 
 
 class Failed(Exception):
@@ -249,9 +251,20 @@ def source_distribution(output: Path) -> Path:
     own = environment_of(Path(sys.executable))
     script = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
     with tempfile.TemporaryDirectory() as folder:
-        run([own, "-c", script, folder], tree(Path(folder)))
+        run([own, "-c", script, folder], tree(Path(folder)), HISTORY)
         [built] = Path(folder).glob("*.tar.gz")
-        return Path(shutil.move(built, output / built.name))
+        return deliver(built, output, "ffserve-*.tar.gz")
+
+
+def deliver(built: Path, output: Path, earlier: str) -> Path:
+    """Move a build into a directory, in the place of earlier ones; return its path.
+
+    Args: earlier: pattern of their names, which have other commits in them.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    for path in output.glob(earlier):
+        path.unlink()
+    return Path(shutil.move(built, output / built.name))
 
 
 def environment_of(python: Path) -> Path:
@@ -278,6 +291,7 @@ def wheel(architecture: str, python: Path, sources: Mapping[str, Path], output: 
         "CFLAGS": flags,
         "LDFLAGS": f"-L{place}/lib",
         "FFSERVE_BUILD_STRICT": "1",
+        **HISTORY,
         "_PYTHON_HOST_PLATFORM": f"linux-{architecture}",
         "SETUPTOOLS_EXT_SUFFIX": re.sub("|".join(ARCHITECTURES), architecture, suffix),
     }
@@ -298,8 +312,8 @@ def repair(built: Path, architecture: str, output: Path) -> Path:
     run([program("auditwheel"), *words], environment={"PATH": path})
     [repaired] = (built.parent / "repaired").glob("*.whl")
     check(repaired, architecture)
-    output.mkdir(parents=True, exist_ok=True)
-    return Path(shutil.move(repaired, output / repaired.name))
+    tags = "-".join(built.name.split("-")[2:4])
+    return deliver(repaired, output, f"ffserve-*-{tags}-*_{architecture}.whl")
 
 
 def check(path: Path, architecture: str) -> None:

@@ -152,7 +152,9 @@ def report(error: BaseException) -> int:
     if isinstance(error, MemoryError):
         hint = "free some memory, or raise the memory limit (ulimit -v, the cgroup's)"
     text = str(error) or type(error).__name__
-    if hint:
+    if isinstance(error, ServerUnavailable) and (removed := _removed(error.path)):
+        text, hint = text.removesuffix(f" ({hint})"), removed
+    elif hint:
         text = text.removesuffix(f" ({hint})")
     begin = priority(logging.ERROR)
     click.echo(f"{begin}error: {printable(text)}", err=True)
@@ -161,11 +163,22 @@ def report(error: BaseException) -> int:
     return exit_code(error)
 
 
+def _removed(path: str | None) -> str:
+    """Return a hint if the socket of a service was removed."""
+    from ffserve.system.socket_path import SYSTEM_SOCKET, restart_if_removed
+
+    for each in (path or SYSTEM_SOCKET, SYSTEM_SOCKET):
+        if restart := restart_if_removed(each):
+            what = f"as root, `{restart}` makes it anew"
+            return f"{each} was removed while a daemon listens on it; {what}"
+    return ""
+
+
 def _print_version(ctx: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
     if wanted and not ctx.resilient_parsing:
-        from importlib.metadata import version
+        from ffserve import __version__
 
-        click.echo(f"ffserve {version('ffserve')}")
+        click.echo(f"ffserve {__version__}")
         ctx.exit()
 
 

@@ -23,7 +23,7 @@ from ffserve.errors import FFServeError, ProtocolError, UsageError
 from ffserve.server.files.remote import store_fault
 from ffserve.server.life.startup import common_fault, group_of, http_module
 from ffserve.system.memfd import can_map
-from ffserve.system.socket_path import SYSTEM_SOCKET
+from ffserve.system.socket_path import SYSTEM_SOCKET, restart_if_removed
 
 ALONE = "Jobs read the files by themselves and share nothing."
 
@@ -90,7 +90,7 @@ def _unusable(case: Case) -> Iterator[Finding]:
         add = case.host.as_root(f"groupadd -r {shlex.quote(str(config.socket_group))}")
         yield Finding("settings-unusable", "error", error.message, effect, (add,))
     try:
-        if config.http and not runs:
+        if (config.http or (case.unit and _given_addresses())) and not runs:
             http_module()
     except UsageError as error:
         install = shlex.join([sys.executable, "-m", "pip", "install", "ffserve[metrics]"])
@@ -99,9 +99,10 @@ def _unusable(case: Case) -> Iterator[Finding]:
     if not runs and (missing := store_fault(config)) is not None:
         install = shlex.join([sys.executable, "-m", "pip", "install", "ffserve[remote]"])
         yield Finding("settings-unusable", "error", missing.message, effect, (install,))
-    if not runs and (taken := _taken(config.http)) is not None:
-        port = split_address(config.http)[1]
-        show = f"ss -ltnp 'sport = :{port}'"
+    if not runs and _show(case.unit, "PrivateNetwork").get("PrivateNetwork") == "yes":
+        yield from _without_network(case)
+    elif not runs and (taken := _taken(config.http)) is not None:
+        show = _listeners(config.http)
         yield Finding("settings-unusable", "error", taken, effect, (show, case.restart()))
     fault = None if runs or has_unit() else common_fault(config)
     if fault is not None:
@@ -115,7 +116,7 @@ def _open_to_all(case: Case) -> Iterator[Finding]:
     """Find out whether everybody may connect to a daemon that serves what its user may read."""
     mode, found = case.settings.socket_mode, case.socket.found
     commands: tuple[str, ...] = ()
-    if found is not None and case.socket.state == "open" and case.process.pid:
+    if found is not None and case.socket.state == "open" and (case.process.pid or case.unit):
         mode = stat.S_IMODE(found.st_mode)
         commands = (case.host.as_root(f"chmod 0660 {shlex.quote(case.socket.path)}"),)
     if not mode & 0o006:
@@ -149,6 +150,42 @@ def _unread(case: Case) -> Iterator[Finding]:
         commands = (case.host.as_root(f"chmod a+r {shlex.quote(path)}"),)
         text = f"{path} is not readable for the user of the service"
         yield Finding("settings-closed", "error", text, effect, (*commands, case.restart()))
+
+
+def _without_network(case: Case) -> Iterator[Finding]:
+    """Find out whether the service, which has no network, is to listen itself."""
+    http, path = case.settings.http, shlex.quote(case.config_path)
+    if not http or isinstance(split_address(http), str):
+        return
+    socket_unit = case.unit.replace(".service", ".socket")
+    folder = f"/etc/systemd/system/{socket_unit}.d"
+    as_root = case.host.as_root
+    yield Finding(
+        "settings-unusable",
+        "error",
+        f"{case.config_path} has http = {http!r}, but the service has no network: systemd must "
+        "listen for it",
+        "No daemon can start.",
+        (
+            as_root(f"sed -i '/^http *=/d' {path}"),
+            as_root(f"mkdir -p {folder}"),
+            case.host.write(f"{folder}/http.conf", "[Socket]", f"ListenStream={http}"),
+            as_root("systemctl daemon-reload"),
+            as_root(f"systemctl restart {socket_unit} {case.unit}"),
+        ),
+    )
+
+
+def _given_addresses() -> list[str]:
+    """Return the addresses for HTTP at which systemd listens for the service."""
+    lines = _show("ffserve.socket", "Listen").get("Listen", "").splitlines()
+    addresses = (line.rpartition(" (")[0] for line in lines)
+    return [each for each in addresses if each != SYSTEM_SOCKET]
+
+
+def _listeners(address: str) -> str:
+    """Return the command that shows who listens at HOST:PORT."""
+    return f"ss -ltnp 'sport = :{address.rpartition(':')[2]}'"
 
 
 def _taken(http: str) -> str | None:
@@ -279,6 +316,9 @@ def _missing(case: Case) -> Iterator[str | Finding]:
             ALONE,
             (f"export FFSERVE_SOCKET={shlex.quote(configured)}",),
         )
+    elif restart := restart_if_removed(found.path):
+        text = f"{found.path} was removed, while a daemon listens on it"
+        yield Finding("socket-missing", "error", text, ALONE, (case.host.as_root(restart),))
     elif found.given:
         text = f"{found.path}: this socket does not exist"
         yield Finding("socket-missing", "error", text, ALONE, (case.restart(),))
@@ -362,7 +402,7 @@ def service(case: Case) -> Found:
     shown = _show("ffserve.socket", "ActiveState", "Result")
     daemon = _show(
         "ffserve.service",
-        *("ActiveState", "SubState", "Result", "StatusText", "FileDescriptorStoreMax"),
+        *("ActiveState", "SubState", "Result", "StatusText", "FileDescriptorStoreMax", "LoadState"),
     )
     state = f"{shown.get('ActiveState')}, {daemon.get('ActiveState')}"
     yield f"ffserve.socket and ffserve.service: {state}"
@@ -385,10 +425,11 @@ def service(case: Case) -> Found:
     elif daemon.get("SubState") in ("auto-restart", "stop-post") or re.match(
         r"start \d+ follows", daemon.get("StatusText", "")
     ):
+        why = daemon.get("StatusText") or daemon.get("Result")
         yield Finding(
             "service-failed",
             "error",
-            f"the service fails at each start ({daemon.get('StatusText') or daemon.get('Result')})",
+            f"the service fails at each start ({why}){_last_error()}",
             f"systemd tries again, at most 10 s after each failure. {ALONE}",
             (
                 as_root("ffserve serve --check"),
@@ -399,7 +440,7 @@ def service(case: Case) -> Found:
         commands = (as_root("systemctl enable --now ffserve.socket"),)
         text = "the service is installed, but its socket is not started"
         yield Finding("service-inactive", "error", text, ALONE, commands)
-    if daemon.get("FileDescriptorStoreMax") == "0":
+    if daemon.get("FileDescriptorStoreMax") == "0" and daemon.get("LoadState") == "loaded":
         path = "/etc/systemd/system/ffserve.service.d/store.conf"
         yield Finding(
             "service-store",
@@ -440,10 +481,23 @@ def units(case: Case) -> Found:
             text = f"{unit} is masked: systemd does not start it"
             yield Finding("service-masked", "error", text, ALONE, commands)
     shown = _show("ffserve.socket", "ActiveState", "SocketGroup")
-    if shown.get("ActiveState") == "active" and not os.path.exists(SYSTEM_SOCKET):
-        text = f"{SYSTEM_SOCKET} was deleted, while systemd listens on it"
-        restart = as_root("systemctl restart ffserve.socket ffserve.service")
-        yield Finding("socket-missing", "error", text, ALONE, (restart,))
+    for address in _given_addresses() if shown.get("ActiveState") == "failed" else ():
+        if not address.startswith("/") and (taken := _taken(address)) is not None:
+            yield Finding(
+                "settings-unusable",
+                "error",
+                f"ffserve.socket {taken}",
+                "systemd cannot make the socket.",
+                (
+                    _listeners(address),
+                    as_root("systemctl reset-failed 'ffserve.*'"),
+                    as_root("systemctl start ffserve.socket"),
+                ),
+            )
+    restart = restart_if_removed(SYSTEM_SOCKET)
+    if restart and case.socket.path != SYSTEM_SOCKET:
+        text = f"{SYSTEM_SOCKET} was removed, while a daemon listens on it"
+        yield Finding("socket-missing", "error", text, ALONE, (as_root(restart),))
     group = shown.get("SocketGroup", "")
     if group and not group.isdecimal() and group not in {each.gr_name for each in grp.getgrall()}:
         path = "/etc/systemd/system/ffserve.socket.d/zz-group.conf"
@@ -463,16 +517,34 @@ def units(case: Case) -> Found:
 
 
 def _show(unit: str, *properties: str) -> dict[str, str]:
-    """Return properties of a unit; none if systemd does not answer."""
-    command = ["systemctl", "show", unit, f"--property={','.join(properties)}"]
+    """Return properties of a unit, with a line for each value; none if there is no unit or systemd
+    does not answer."""
+    found: dict[str, str] = {}
+    show = ("systemctl", "show", unit, f"--property={','.join(properties)}")
+    for line in _said(*show) if unit else ():
+        name, equals, value = line.partition("=")
+        if equals:
+            found[name] = f"{found[name]}\n{value}" if name in found else value
+    return found
+
+
+def _last_error() -> str:
+    """Return what the service said last before it failed, as far as this user may read it."""
+    words = ("-p", "err", "-n", "9", "-o", "cat", "--no-pager")
+    said = _said("journalctl", "_SYSTEMD_UNIT=ffserve.service", *words)
+    errors = [line for line in said if line.startswith("error: ")]
+    return f"; {errors[-1]}" if errors else ""
+
+
+def _said(*command: str) -> list[str]:
+    """Return the lines that a command of systemd writes; none if it does not answer."""
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=5,
-        )  # fmt: skip
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=5
+        )
     except (OSError, subprocess.TimeoutExpired):
-        return {}
-    return dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+        return []
+    return done.stdout.splitlines()
 
 
 # ---- the daemon -------------------------------------------------------------------------------

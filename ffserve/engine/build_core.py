@@ -9,6 +9,10 @@ libraries are found by linking a small program; without liburing the core has no
 without ISA-L it computes checksums by tables, without zlib it reads compressed TFRecord files in
 order only.
 
+A build's version names the date and the commit of its sources, by git: 0.1.0+20261128.g24327da; a
+commit with the tag of the version (v0.1.0) is the release, 0.1.0. A source distribution keeps it.
+
+``FFSERVE_CHECKOUT``: the git checkout whose copy is built, since a copy has no history.
 ``FFSERVE_BUILD_WITHOUT``: macros of libraries to leave out (``FFS_HAVE_URING,FFS_HAVE_ISAL``).
 ``FFSERVE_BUILD_STRICT``: compiler warnings are errors (continuous integration, sanitizers); a
 user's compiler may be newer than the code.
@@ -26,6 +30,7 @@ import os
 import re
 import runpy
 import shutil
+import subprocess
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -35,6 +40,7 @@ from setuptools import Distribution, Extension  # type: ignore[import-untyped]
 from setuptools.command.bdist_wheel import bdist_wheel  # type: ignore[import-untyped]
 from setuptools.command.build_ext import build_ext  # type: ignore[import-untyped]
 from setuptools.command.build_py import build_py  # type: ignore[import-untyped]
+from setuptools.command.egg_info import egg_info  # type: ignore[import-untyped]
 from setuptools.errors import BaseError, CCompilerError, CompileError  # type: ignore[import-untyped]
 
 MODULE = "ffserve.engine._core"
@@ -218,8 +224,48 @@ def _headers() -> list[str]:
     return [str(HERE / room) for room in ROOMS]
 
 
+def commit_of(checkout: Path, version: str) -> str:
+    """Return date and commit of a git checkout, such as "20261128.g24327da", with ".dirty" if files
+    differ from the commit; "" for a release, and where git cannot tell."""
+    if not (checkout / ".git").exists():
+        return ""  # git would ask the directories above
+    # Root may build the checkout of another user.
+    git = ["git", "-c", "safe.directory=*", "-C", str(checkout)]
+
+    def ask(*words: str) -> str:
+        return subprocess.check_output([*git, *words], stderr=subprocess.DEVNULL, text=True).strip()
+
+    try:
+        changed = ask("status", "--porcelain", "--untracked-files=no")
+        if not changed and f"v{version}" in ask("tag", "--points-at", "HEAD").splitlines():
+            return ""
+        commit = ask("log", "-1", "--date=format:%Y%m%d", "--format=%cd.g%h")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return commit + ".dirty" * bool(changed)
+
+
+class EggInfo(egg_info):  # type: ignore[misc]
+    """egg_info whose version names the commit; a source distribution has it in its setup.cfg."""
+
+    def finalize_options(self) -> None:
+        checkout = Path(os.environ.get("FFSERVE_CHECKOUT") or ROOT)
+        if commit := commit_of(checkout, self.distribution.get_version()):
+            self.tag_build = f"+{commit}"
+        super().finalize_options()
+
+
 class BuildFiles(build_py):  # type: ignore[misc]
-    """build_py that also takes in what stands beside the package (`package-dir`): systemd/."""
+    """build_py that also takes in what stands beside the package (`package-dir`): systemd/, and
+    writes the commit into the version."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            path = Path(self.build_lib, "ffserve", "_version.py")
+            build = f'BUILD = "{self.get_finalized_command("egg_info").vtags}"'
+            text = path.read_text(encoding="utf-8")
+            path.write_text(re.sub('^BUILD = ".*"$', build, text, flags=re.M), encoding="utf-8")
 
     def finalize_options(self) -> None:
         packages = self.distribution.packages

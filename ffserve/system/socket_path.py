@@ -14,6 +14,8 @@ SYSTEM_SOCKET = "/run/ffserve/ffserve.sock"
 MAX_SOCKET_PATH = 107
 """A path in ``struct sockaddr_un`` has at most this many bytes, without the terminating zero."""
 _UCRED = struct.Struct("=iII")
+_ACCEPTS = 0x10000
+"""A flag in /proc/net/unix: __SO_ACCEPTCON of <linux/net.h>."""
 
 
 class Places(NamedTuple):
@@ -66,6 +68,26 @@ def find_socket(explicit: str | None = None, places: Places | None = None) -> st
     if places.is_root or os.path.exists(places.system):
         return places.system
     return user_socket(places)
+
+
+def restart_if_removed(path: str) -> str:
+    """Return the command that makes the socket of a service anew, if its path was removed while
+    systemd listens on it; else ""."""
+    directory, name = os.path.split(path)
+    # Without systemd this may be a container, which sees sockets of the machine by name only.
+    if directory != os.path.dirname(SYSTEM_SOCKET) or not os.path.isdir("/run/systemd/system"):
+        return ""
+    try:
+        with open("/proc/net/unix", encoding="utf-8", errors="surrogateescape") as lines:
+            fields = [line.rstrip("\n").split(None, 7) for line in lines if path in line]
+    except OSError:
+        return ""
+    listens = any(each[-1] == path and int(each[3], 16) & _ACCEPTS for each in fields)
+    if os.path.exists(path) or not listens:
+        return ""
+    name = name.removesuffix(".sock")
+    unit = name if name == "ffserve" else f"ffserve@{name}"
+    return f"systemctl restart {unit}.socket {unit}.service"
 
 
 def prepare_socket_directory(socket: str, places: Places | None = None) -> None:

@@ -530,6 +530,17 @@ def test_sockets_without_a_listener(doctor: Doctor, place: Path) -> None:
     assert f"chmod a+rx {closed}" in diagnosis.commands("socket-closed")
 
 
+def test_the_socket_of_the_service_was_removed(doctor: Doctor, place: Path) -> None:
+    (place / "x.toml").touch()
+    for name, unit in (("ffserve", "ffserve"), ("fast", "ffserve@fast")):
+        path = f"/run/ffserve/{name}.sock"
+        faults = [["service", f"{place}/x.toml"], ["removed_socket", path]]
+        diagnosis = found(doctor("--socket", path, faults=faults), "socket-missing")
+        assert "was removed, while a daemon listens" in diagnosis.text
+        restart = f"systemctl restart {unit}.socket {unit}.service"
+        assert diagnosis.commands("socket-missing") == restart
+
+
 def test_a_socket_where_jobs_do_not_look(doctor: Doctor, place: Path) -> None:
     with listening(place / "s", 0o660) as path:
         (place / "x.toml").write_text(f'socket = "{path}"\n')

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.wheels
 ROOT = Path(__file__).parents[2]
 DIST = ROOT / "dist"
 VERSION = ffserve.__version__
+"""Of the sources; that of a build also names the commit."""
 LICENCES = {"LICENSE", "LICENSE.ISA-L", "LICENSE.liburing", "LICENSE.zlib"}
 RELEASES = {"bookworm": "3.11", "trixie": "3.13"}
 """Releases of Debian, and their Python."""
@@ -111,7 +112,7 @@ print(core.lib.ffs_engine_open(engine, 2, 2, 1))  # Linux AIO
 
 def wheel(architecture: str, tag: str = "abi3") -> Path:
     """Return the wheel for a processor."""
-    found = list(DIST.glob(f"ffserve-{VERSION}-*-{tag}-*_{architecture}.whl"))
+    found = list(DIST.glob(f"ffserve-{VERSION}*-{tag}-*_{architecture}.whl"))
     assert len(found) == 1, f"dist/ has {len(found)} wheels for {architecture}: run `make wheels`"
     return found[0]
 
@@ -277,7 +278,7 @@ def test_engine_and_formats_under_emulation(tests: str, packages: Path, tmp_path
 
 def test_the_package_for_aarch64_serves(tmp_path: Path) -> None:
     """Installed by dpkg and used, all under qemu."""
-    [package] = DIST.glob(f"ffserve_{VERSION}-1+python*_arm64.deb")
+    [package] = DIST.glob(f"ffserve_{VERSION}*-1+python*_arm64.deb")
     names = [name for name, python in RELEASES.items() if f"+python{python}_" in package.name]
     assert names, f"no release of Debian is known for {package.name}"
     root = empty(names[0], ["python3", "python3-venv"], "arm64")
@@ -313,8 +314,9 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
 def test_the_package_is_a_service_until_it_is_purged(machine: Container) -> None:
     script = "import sys; print('%d.%d' % sys.version_info[:2])"
     python = machine.run("/usr/bin/python3", "-c", script).strip()
-    path = DIST / f"ffserve_{VERSION}-1+python{python}_amd64.deb"
-    assert path.exists(), f"run `make deb`: there is no {path}"
+    packages = list(DIST.glob(f"ffserve_{VERSION}*-1+python{python}_amd64.deb"))
+    assert len(packages) == 1, f"dist/ has {len(packages)} packages for {python}: run `make deb`"
+    path = packages[0]
     places = ("/opt", "/etc", "/usr/bin", "/usr/lib", "/usr/local/lib", "/var/cache", "/var/lib")
     find = ("find", *places, "-name", "*ffserve*")
     before, groups = machine.run(*find), machine.run("cat", "/etc/group")

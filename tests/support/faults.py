@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import resource
+import socket
 import subprocess
 import sys
 import tempfile
@@ -259,6 +260,17 @@ def masked(unit: str) -> None:
     os.symlink("/dev/null", f"{place}/{unit}")
 
 
+def removed_socket(path: str) -> None:
+    """Listen on a socket whose directory is gone."""
+    os.mkdir(os.path.dirname(path))
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen()
+    os.unlink(path)
+    os.rmdir(os.path.dirname(path))
+    listener.detach()  # until the process ends
+
+
 def without(package: str) -> None:
     """Lack a package."""
     for name in [name for name in sys.modules if name.split(".")[0] == package]:
@@ -271,5 +283,6 @@ FAULTS: dict[str, Callable[..., None]] = {
     for function in (
         limit, free_files, cannot_lock, contained, no_huge_pages, old_kernel, deny, own_mounts,
         mount, showing, write, user, variable, join, constant, service, masked, without,
+        removed_socket,
     )
 }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import ffserve
 from ffserve.bench.child_processes import command
 
 ROOT = Path(__file__).parents[2]
@@ -49,8 +51,6 @@ def test_the_list_of_commands_imports_no_command() -> None:
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
-    import ffserve
-
     with pytest.raises(AttributeError):
         ffserve.no_such_name  # noqa: B018
 
@@ -70,11 +70,12 @@ def copy_sources(target: Path) -> None:
             shutil.copy(ROOT / name, target)
 
 
-def run(program: str, folder: Path) -> list[str]:
+def run(program: str, folder: Path, **environment: str) -> list[str]:
     """Run a program in a folder whose packages come first; return the lines that it writes."""
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=folder,
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=100,
@@ -93,6 +94,50 @@ def test_a_source_distribution_has_every_file_of_the_core(tmp_path: Path) -> Non
     assert sources and sources <= packed
     assert "ffserve/engine/build_core.py" in packed
     assert {f"systemd/{path.name}" for path in (ROOT / "systemd").iterdir()} <= packed
+
+
+BUILD = """
+import glob, runpy, tarfile
+from setuptools import build_meta, setup
+words = ["-q", "build_py", "--build-lib", "lib"]
+said = setup(script_name="setup.py", script_args=words).get_version()
+built = runpy.run_path("lib/ffserve/_version.py")["__version__"]
+assert said == built, (said, built)
+with tarfile.open("packed/" + build_meta.build_sdist("packed")) as archive:
+    archive.extractall("packed")
+print(built, *glob.glob("packed/ffserve-*/"))
+"""
+
+
+@pytest.mark.check
+def test_the_version_of_a_build_names_date_and_commit(tmp_path: Path) -> None:
+    """Of a checkout, of a copy of it, and of a source distribution."""
+    checkout, copy, alone = (tmp_path / name for name in ("checkout", "copy", "alone"))
+    for place in (checkout, copy, alone):
+        place.mkdir()
+        copy_sources(place)
+
+    def git(*words: str) -> str:
+        named = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        return subprocess.check_output(["git", *named, *words], cwd=checkout, text=True).strip()
+
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-q", "-m", "x", "--date", "2026-01-02T03:04:05Z")
+    now = git("log", "-1", "--date=format:%Y%m%d", "--format=%cd.g%h")
+    assert re.fullmatch(r"20\d{6}\.g[0-9a-f]{7,}", now)
+    release = ffserve.__version__
+    version_of, packed = run(BUILD, checkout)[-1].split()
+    assert version_of == f"{release}+{now}"
+    assert run(BUILD, checkout / packed)[-1].split()[0] == version_of
+    assert run(BUILD, copy)[-1].split()[0] == release
+    assert run(BUILD, alone, FFSERVE_CHECKOUT=str(checkout))[-1].split()[0] == version_of
+    with (checkout / "README.md").open("a") as file:
+        file.write("changed\n")
+    assert run(BUILD, checkout)[-1].split()[0] == f"{version_of}.dirty"
+    git("checkout", "README.md")
+    git("tag", f"v{release}")
+    assert run(BUILD, checkout)[-1].split()[0] == release
 
 
 @pytest.mark.check
@@ -164,9 +209,7 @@ def test_what_a_command_starts_is_not_looked_for_in_the_working_directory(tmp_pa
 
 
 def test_the_version_is_the_same_everywhere() -> None:
-    import ffserve
-
-    assert ffserve.__version__ == version("ffserve")
+    assert ffserve.__version__ == version("ffserve").partition("+")[0]
     assert f"## {ffserve.__version__}" in (ROOT / "docs" / "CHANGELOG.md").read_text()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -64,10 +65,24 @@ def mount(
         "suffix": suffix,
     }
     if foreground:
-        return _serve(mountpoint, paths, options)
+        return _serve_in_turn(mountpoint, paths, options)
     return _in_background(
         lambda started: _serve(mountpoint, paths, options, started, _leave_terminal)
     )
+
+
+def _serve_in_turn(mountpoint: str, paths: tuple[str, ...], options: dict[str, Any]) -> int:
+    """Do the same as `_serve`, later if a service manager has started it in vain before."""
+    from ffserve.server.life import starts
+
+    starts.wait_turn()
+    served = threading.Timer(starts.SERVED_S, starts.forget)
+    served.daemon = True
+    code = _serve(mountpoint, paths, options, served.start)
+    served.cancel()
+    if code == 0:
+        starts.forget()
+    return code
 
 
 def _serve(

@@ -1,5 +1,5 @@
-"""Failed starts: a daemon that has failed or was killed soon after its start waits before the next
-start, longer each time.
+"""Failed starts: a daemon (or a view, `ffserve mount`) that has failed or was killed soon after its
+start waits before the next start, longer each time.
 
 systemd starts the daemon 100 ms after each failure and never gives up. This module counts starts
 after which the daemon did not serve for SERVED_S, and the next daemon waits accordingly. The count
@@ -43,10 +43,9 @@ def wait_turn() -> int:
 
     Returns: how many starts have failed in a row; 0 if systemd does not run this process.
     """
-    names = passed_names()
-    if names is None or "INVOCATION_ID" not in os.environ:
+    if not {"INVOCATION_ID", "NOTIFY_SOCKET"} <= os.environ.keys():
         return 0
-    failed = _count(names)
+    failed = _count(passed_names() or [])
     if not failed:
         return 0
     wait_s = min(FIRST_WAIT_S * 2 ** (failed - 1), MOST_WAIT_S)
@@ -78,7 +77,7 @@ def _count(names: Sequence[str]) -> int:
 
 
 def _wait(deadline: float) -> None:
-    if not stat.S_ISSOCK(os.fstat(_FIRST_PASSED_FD).st_mode):  # no socket, which come first
+    if not stat.S_ISSOCK(os.fstat(_FIRST_PASSED_FD).st_mode):  # no socket, as those come first
         time.sleep(max(deadline - time.monotonic(), 0.0))
         return
     with socket.socket(fileno=os.dup(_FIRST_PASSED_FD)) as listener:
