@@ -9,6 +9,8 @@
 # make soak-hour   jobs of all kinds and all that can happen to them, for an hour (seconds=600 seed=2
 #              record=FILE.json: for less, otherwise, and with figures)
 # make guided seconds=3600   coverage-guided fuzzing of core, daemon and formats, each for so long
+# make attack  hostile users, each beside an honest client whose times are measured (8 min; needs root;
+#              table=docs/SECURITY.md writes the table anew)
 # make asan    the C core under AddressSanitizer and UBSan; make tsan: ThreadSanitizer
 # make interop pyrecordio, TensorFlow and others read files of ffserve, and ffserve reads theirs;
 #              Grain and Hugging Face datasets over files of ffserve; programs written for ffrecord;
@@ -51,7 +53,7 @@ slow := -m 'check and not soak and not fuzz and not interop and not stores and n
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test lint check check-rest costs pythons interop ray spark bench figures docs soak fuzz guided asan tsan setup clean distclean
-.PHONY: stores systemd upgrades install uninstall page soak-hour wheels deb release view
+.PHONY: stores systemd upgrades install uninstall page soak-hour wheels deb release view attack
 .DEFAULT_GOAL := demo
 
 setup:
@@ -172,6 +174,9 @@ soak-hour: setup
 
 fuzz: setup
 	@FFSERVE_NEW_EXAMPLES=1 $(pytest) -q -m fuzz --timeout 600
+
+attack: setup
+	@ATTACK_TABLE=$(table) $(pytest) -q -rs -m attack tests/attack --timeout 300
 
 seconds ?= 60
 guided: setup

@@ -23,7 +23,6 @@ from ffserve.engine.codec import crc32c, mask
 from ffserve.formats.recordio_codec import MAGIC
 
 pytestmark = [
-    pytest.mark.attack,
     pytest.mark.check,
     pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users"),
 ]

@@ -1,7 +1,8 @@
 """Attacks: a program that asks a daemon for more than its share, and one that reads as users do.
 
-    python attacks.py KIND SOCKET FILE COUNT     attack until killed; says "ready" when it begins
-    python attacks.py honest SOCKET FILE SECONDS read; write the times as JSON
+    python attacks.py KIND SOCKET FILE COUNT       attack until killed; says "ready" when it begins
+    python attacks.py honest SOCKET SOURCE FOLDER  read until killed; a line a call: kind, begin and
+                                                   seconds
 
 A test starts both as users of their own (`setpriv`). An attacker does not block: it has many
 connections and sends on each of them whatever the socket takes. It breaks no rule of the protocol
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import random
 import resource
@@ -20,7 +20,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 from daemon import Raw, asking, get
@@ -323,29 +322,35 @@ def attack(kind: str, path: str, file: str, count: int) -> None:
 # ---- the honest client ----------------------------------------------------------------------
 
 
-def honest(path: str, file: str, seconds: float) -> dict[str, Any]:
-    """Read batches of 64 and greet now and then; return the times in seconds."""
+@contextlib.contextmanager
+def timed(kind: str) -> Iterator[None]:
+    """Print when a call began, and how long it took."""
+    begun = time.monotonic()
+    yield
+    print(kind, f"{begun:.6f} {time.monotonic() - begun:.6f}", flush=True)
+
+
+def honest(path: str, source: str, folder: str) -> None:
+    """Read batches of 64; now and then greet, or open a file that was never open."""
     chance = np.random.default_rng(os.getpid())
-    reads: list[float] = []
-    greetings: list[float] = []
-    refused = 0
-    with ffserve.open(file, server=path) as reader:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+    fresh = f"{folder}/fresh.tfrecord"
+    with ffserve.open(source, server=path) as reader:
+        for turn in itertools.count():
             indices = chance.integers(0, len(reader), 64)
-            begun = time.monotonic()
-            batch = reader.read(indices)
-            reads.append(time.monotonic() - begun)
+            with timed("batch"):
+                batch = reader.read(indices)
             for index, each in zip(indices.tolist(), batch, strict=True):
                 assert int(each[:8].view(np.int64)[0]) == index
-            if len(reads) % 20 == 1:
-                begun = time.monotonic()
-                try:
+            if turn % 20 == 1:
+                with timed("greeting"):
                     Handshake(path, "honest").socket.close()
-                except FFServeError:
-                    refused += 1
-                greetings.append(time.monotonic() - begun)
-    return {"reads": reads, "greetings": greetings, "refused": refused}
+            if turn % 100 == 2:
+                assert reader.source.startswith("daemon"), reader.source
+                with ffserve.create(fresh) as writer:
+                    writer.write(bytes(1 << 20))
+                with timed("opening"), ffserve.open(fresh, server=path) as other:
+                    assert len(other[0]) == 1 << 20
+                os.unlink(fresh)
 
 
 def write_samples(path: str) -> None:
@@ -361,7 +366,7 @@ if __name__ == "__main__":
     kind, path, file, amount = sys.argv[1:]
     with contextlib.suppress(KeyboardInterrupt):
         if kind == "honest":
-            print(json.dumps(honest(path, file, float(amount))))
+            honest(path, file, amount)
         else:
             socket.setdefaulttimeout(30)
             attack(kind, path, file, int(amount))
