@@ -1,5 +1,6 @@
 """The promise of SECURITY.md: whatever one local user does, an honest client of another user has no
 error and waits no longer than is said there (`attack_field.py: Promise`).
+
 `make attack` runs these alone, since they measure times.
 """
 

@@ -31,6 +31,7 @@ from typing import Any
 
 import attacks
 import numpy as np
+from attack_programs import SECRET
 from daemon import DEADLINE_S, Daemon, ready, started, until
 
 import ffserve
@@ -52,9 +53,23 @@ COUNTS = {
     "datasets": 2,
     "claims": 8,
     "small": 10,
+    "namespaces": 40,
+    "distrust": 4,
+    "names": 4,
+    "sparse_index": 4,
+    "tables": 4,
+    "scans": 4,
+    "index_cache": 2,
+    "open_files": 1,
+    "origins": 2,
 }
-"""Connections of each attack."""
-EXPECT = (r"closed a session \(pid \d+\): .*",)
+"""Connections of each attack, or processes."""
+EXPECT = (
+    r"closed a session \(pid \d+\): .*",
+    r"remote files: store /.*, .* of .*",
+)
+CACHED_COUNT = 7000
+"""Index files in the daemon's cache before anything begins."""
 IDLE_S, ATTACKED_S = 2.0, 5.0
 """How long an honest client is measured before an attack and during it."""
 
@@ -292,6 +307,8 @@ def field(shards: int = 0, **options: Any) -> Iterator[Field]:
     settings = ["--socket-mode", "0666", *options.pop("options", ())]
     expect = [*EXPECT, *options.pop("expect", ())]
     made = Daemon(**{"arena": "32MiB", **options, "options": settings, "expect": expect})
+    made.environment = environment_of(made.directory / "home")
+    made.command += ["--store-directory", str(made.directory / "store"), "--store-size", "256MiB"]
     with started(made) as daemon, contextlib.closing(Field(daemon)) as found:
         many = found.folder / "many"
         many.mkdir()
@@ -300,6 +317,21 @@ def field(shards: int = 0, **options: Any) -> Iterator[Field]:
         for number in range(1, shards):
             shutil.copy(many / "0.ffr", many / f"{number}.ffr")
         yield found
+
+
+def environment_of(home: Path) -> dict[str, str]:
+    """Make the home of a daemon's user who has credentials for everything, and an index cache."""
+    cache = home / ".cache" / "ffserve" / "index"
+    cache.mkdir(parents=True, mode=0o700)
+    for number in range(CACHED_COUNT):
+        (cache / f"{number:032x}.ffx").write_bytes(b"x" * 100)
+    (home / ".netrc").write_text(f"default login own password {SECRET}\n")
+    (home / ".netrc").chmod(0o600)
+    names = ("HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_SAS_TOKEN")
+    environment = {**os.environ, **dict.fromkeys(names, SECRET), "HOME": str(home)}
+    for name in ("XDG_CACHE_HOME", "CACHE_DIRECTORY", "NETRC"):
+        environment.pop(name, None)
+    return environment
 
 
 @contextlib.contextmanager

@@ -20,8 +20,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
+from attack_programs import PROGRAMS, enter_another_namespace, go_on_as_root_of_a_namespace, run
 from daemon import Raw, asking, get
 
 import ffserve
@@ -213,15 +215,62 @@ def small(raw: Raw, file: str) -> Script:
         yield many
 
 
-KINDS: dict[str, Callable[[Raw, str], Script]] = {
+def namespaces(raw: Raw, file: str) -> Script:
+    """GETs of four size classes in forty mount namespaces."""
+    files = [file]
+    for size, count in ((1 << 10, 4096), (16 << 10, 1024), (64 << 10, 256)):
+        files.append(f"{os.path.dirname(file)}/{size}.ffr")
+        if not os.path.exists(files[-1]):
+            write_samples(files[-1], size, count)
+    opened = [raw.open(each, tag=tag) for tag, each in enumerate(files, 2)]
+    counts = [np.frombuffer(each.shards, protocol.SHARD_DTYPE)["count"][0] for each in opened]
+    chance, burst = np.random.default_rng(raw.socket.fileno()), BURST // 4
+    for first in itertools.count(10, BURST):
+        for k, (each, count) in enumerate(zip(opened, counts, strict=True)):
+            for tag in range(first + k * burst, first + (k + 1) * burst):
+                yield _encode(get(tag, each.dataset, chance.integers(0, count, 256)))
+        yield BURST
+
+
+def distrust(raw: Raw, file: str) -> Script:
+    """Preparations without end that are not deterministic."""
+    source, memory = raw.open(file).dataset, os.memfd_create("attack")
+    os.ftruncate(memory, 4096)
+    for tag in itertools.count(2):
+        raw.socket.setblocking(True)
+        raw.send(protocol.Prepare(tag, source, os.urandom(32), {"name": "attack"}))
+        assert isinstance(raw.receive(), protocol.Need)
+        raw.pass_files(tag, [memory])
+        opened = raw.receive()
+        assert isinstance(opened, protocol.Opened)
+        raw.send(protocol.Distrust(opened.dataset, 0), protocol.Close(opened.dataset))
+        yield 0
+
+
+def names(raw: Raw, file: str) -> Script:
+    """Jobs with the name of another user's, and STATUS to see whether it is taken."""
+    raw.open(file)
+    raw.send(protocol.Status(2))
+    report = raw.receive()
+    assert isinstance(report, protocol.Report)
+    if found := {job["name"] for job in report.facts["jobs"]} - {_TAKEN}:
+        raise SystemExit(f"the daemon told that a name is taken: {found}")
+    raw.socket.close()
+    yield 0
+
+
+KINDS: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
         gets, leases, status, connections, connects, halves, drops, strings, opens, tags, orders,
-        seens, datasets, claims, small,
+        seens, datasets, claims, small, namespaces, distrust, names,
     )
-}  # fmt: skip
+} | PROGRAMS  # fmt: skip
 _SILENT = ("connections", "connects")
 """Kinds that do not greet."""
+_IN_NAMESPACES = ("namespaces", "open_files")
+_TAKEN = "honest"
+"""Name of the honest client's job."""
 
 
 # ---- the attacker ---------------------------------------------------------------------------
@@ -242,18 +291,21 @@ class Attacker:
             return self._connect()
         try:
             return self._send() if self._left else self._go_on(self._raw)
-        except (OSError, EOFError, FFServeError):
+        except (OSError, EOFError, AssertionError, FFServeError):
             self._drop()
             return False
 
     def _connect(self) -> bool:
+        if self._kind in _IN_NAMESPACES:
+            enter_another_namespace()
         try:
             raw = Raw(self._path, hello=False)
         except OSError:
             return False
         try:
             if self._kind not in _SILENT:
-                raw.hello(job=f"attack {os.getpid()} {random.randrange(1 << 30)}")
+                unused = f"attack {os.getpid()} {random.randrange(1 << 30)}"
+                raw.hello(job=_TAKEN if self._kind == "names" else unused)
             self._script = KINDS[self._kind](raw, self._file)
             self._raw = raw
             self._advance()
@@ -353,11 +405,11 @@ def honest(path: str, source: str, folder: str) -> None:
                 os.unlink(fresh)
 
 
-def write_samples(path: str) -> None:
-    """Write the file of SAMPLES samples that `honest` checks."""
-    content = np.random.default_rng(0).integers(0, 1 << 62, 512)
-    with ffserve.create(path, format="ffrecord", n=SAMPLES) as writer:
-        for index in range(SAMPLES):
+def write_samples(path: str, size: int = 4096, count: int = SAMPLES) -> None:
+    """Write the file of samples that `honest` checks."""
+    content = np.random.default_rng(0).integers(0, 1 << 62, size // 8)
+    with ffserve.create(path, format="ffrecord", n=count) as writer:
+        for index in range(count):
             content[0] = index
             writer.write(content)
 
@@ -369,4 +421,7 @@ if __name__ == "__main__":
             honest(path, file, amount)
         else:
             socket.setdefaulttimeout(30)
-            attack(kind, path, file, int(amount))
+            if kind in _IN_NAMESPACES:
+                go_on_as_root_of_a_namespace()
+            begin = run if kind in PROGRAMS else attack
+            begin(kind, path, file, int(amount))
