@@ -164,7 +164,8 @@ BOUNDS = {
     "MOST_SERIES_FILES": "server/test_metrics.py: "
     "test_clients_cannot_make_more_series_than_are_bounded",
     "MOST_LABEL": "server/test_metrics.py: test_clients_cannot_make_more_series_than_are_bounded",
-    "MOST_HTTP_REQUEST_SIZE": "server/test_metrics.py: test_a_request_that_is_refused_gets_a_reason",
+    "MOST_HTTP_REQUEST_SIZE": "server/test_metrics.py: "
+    "test_a_request_that_is_refused_gets_a_reason",
 }  # fmt: skip
 """By bound, the test that exceeds it: in this file, or in one below `tests`."""
 
