@@ -12,11 +12,13 @@ import json
 import logging
 import os
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from attack_field import python_of
 from daemon import Daemon, Raw, asking, get, run_python, serving, until, write
 from origins import HttpOrigin, http_origin
 from test_claims import World
@@ -357,8 +359,8 @@ def test_a_name_that_is_too_long() -> None:
         raw.send(protocol.Hello({**about, "job": "x" * 21}))
         assert "the name of the job is missing or too long" in str(raw.refused())
         raw.socket.close()
-        with contextlib.closing(connected(daemon, BOB, job="x" * 20).socket):
-            assert "x" * 20 in [job["name"] for job in daemon.status()["jobs"]]
+        with connected(daemon, BOB, job="x" * 20) as other:
+            other.open(write(daemon.directory / "a.ffr", [b"x"]))
 
 
 NAMESPACES = """
@@ -391,16 +393,19 @@ def test_namespaces_of_a_user() -> None:
 
 
 OPEN = """
-import os, sys, threading
-import ffserve
-uid, urls = int(sys.argv[2]), sys.argv[3:]
-os.seteuid(uid)
+import sys, ffserve
 try:
-    with ffserve.open(urls, server=sys.argv[1]) as reader:
+    with ffserve.open(sys.argv[2:], server=sys.argv[1]) as reader:
         print([bytes(one) for one in reader.read(range(len(reader)))])
 except ffserve.FFServeError as error:
     print(error)
 """
+
+
+def opened_by(uid: int, daemon: Daemon, *urls: str) -> str:
+    """Return what a user reads from remote files, or the error."""
+    command = [*python_of(uid), "-c", OPEN, daemon.socket, *urls]
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
 
 
 def record_file(daemon: Daemon) -> bytes:
@@ -421,9 +426,9 @@ def test_origins_of_a_user(origins: list[HttpOrigin], tmp_path: Path) -> None:
     with lowered(*store, MOST_ORIGINS=2) as daemon:
         content = record_file(daemon)
         urls = [origin.put("a.ffr", content) for origin in origins]
-        refused = run_python(OPEN, daemon.socket, ALICE, *urls).stdout
+        refused = opened_by(ALICE, daemon, *urls)
         assert f"user {ALICE} already has files of 2 origins open" in refused
-        assert run_python(OPEN, daemon.socket, BOB, *urls[1:]).stdout == "[b'x', b'x']\n"
+        assert opened_by(BOB, daemon, *urls[1:]) == "[b'x', b'x']\n"
 
 
 @needs_root
@@ -435,7 +440,7 @@ def test_remote_files_that_are_asked_for_at_once(origins: list[HttpOrigin], tmp_
     with lowered(*store, ASKED_AT_ONCE=3, BLOCK_THREADS=2) as daemon:
         content = record_file(daemon)
         urls = [origins[0].put(f"{k}.ffr", content) for k in range(12)]
-        assert run_python(OPEN, daemon.socket, BOB, *urls).stdout == f"{[b'x'] * 12}\n"
+        assert opened_by(BOB, daemon, *urls) == f"{[b'x'] * 12}\n"
         names = Path(f"/proc/{daemon.pid}/task").glob("*/comm")
         assert sum(each.read_text().startswith("ffserve-blocks") for each in names) <= 2
 

@@ -205,8 +205,13 @@ class Honest:
 
 def command(uid: int, *arguments: object) -> list[str]:
     """Return the command that runs `attacks.py` as a user."""
+    return [*python_of(uid), str(Path(attacks.__file__)), *map(str, arguments)]
+
+
+def python_of(uid: int) -> list[str]:
+    """Return the command that runs Python as a user."""
     user = ["setpriv", "--reuid", str(uid), "--regid", str(uid), "--clear-groups"]
-    return [*user, sys.executable, str(Path(attacks.__file__)), *map(str, arguments)]
+    return [*user, sys.executable, "-W", "error"]
 
 
 class Field:
