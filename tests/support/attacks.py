@@ -253,7 +253,8 @@ def names(raw: Raw, file: str) -> Script:
     raw.send(protocol.Status(2))
     report = raw.receive()
     assert isinstance(report, protocol.Report)
-    if found := {job["name"] for job in report.facts["jobs"]} - {_TAKEN}:
+    found = {job["name"] for job in report.facts["jobs"]} - {_TAKEN}
+    if any(name.startswith(_TAKEN) for name in found):
         raise SystemExit(f"the daemon told that a name is taken: {found}")
     raw.socket.close()
     yield 0
