@@ -274,11 +274,20 @@ def test_other_users_saw_names_and_sizes_of_files_that_they_may_not_read() -> No
             assert seen(view) == ["refused"]
             for name in ("open", "private", "hidden"):
                 assert (view.samples / f"{name}.ffr" / "0" / "05").read_bytes() == SAMPLES[5]
-        place = folder / "place"
-        place.mkdir()
-        for none in paths[1], "http://127.0.0.1:9/a.ffr":
-            words = ["--foreground", "--allow-other", "--server", "off", place, none]
-            assert "none that everybody may read" in error_of("mount", *words, code=2)
+        (folder / "place").mkdir()
+        words = ["--foreground", "--allow-other", "--server", "off", folder / "place"]
+        assert "none that everybody may read" in error_of("mount", *words, paths[1], code=2)
+
+
+@pytest.mark.check
+def test_remote_files_are_shown_to_nobody_else(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    pytest.importorskip("fsspec")
+    (tmp_path / "place").mkdir()
+    words = ["--foreground", "--allow-other", "--server", "off", tmp_path / "place"]
+    with http_origin() as origin:
+        url = origin.put("a.ffr", Path(write(tmp_path / "a.ffr", SAMPLES)).read_bytes())
+        assert "none that everybody may read" in error_of("mount", *words, url, code=2)
 
 
 # ---- begin and end -------------------------------------------------------------------------------
