@@ -5,7 +5,8 @@
 #              (15 min); make check-rest: only the slower ones, without coverage (5 min)
 # make costs   what the tests cost: CPU per folder, and the slowest files (8 min)
 # make pythons quick tests on every Python from 3.10 that this machine has, each with a daemon (5 min)
-# make soak    long tests (18 min)    make fuzz    damaged files and frames, random runs (6 min)
+# make soak    long tests, the attacks among them (23 min)
+# make fuzz    damaged files and frames, random runs (6 min)
 # make soak-hour   jobs of all kinds and all that can happen to them, for an hour (seconds=600 seed=2
 #              record=FILE.json: for less, otherwise, and with figures)
 # make guided seconds=3600   coverage-guided fuzzing of core, daemon and formats, each for so long
@@ -164,7 +165,7 @@ uninstall:
 	@[ ! -e $(prefix)/pyvenv.cfg ] || rm -rf $(prefix)
 
 soak: setup
-	@FFSERVE_NEW_EXAMPLES=1 $(pytest) -q -m soak --timeout 600
+	@FFSERVE_NEW_EXAMPLES=1 $(pytest) -q -m 'soak or attack' --timeout 600
 
 # The hour has a seed of its own each time, unless one is given.
 soak-hour: seconds = 3600

@@ -196,7 +196,7 @@ class Honest:
                 found.setdefault(kind, []).append(seconds)
         return {kind: np.array(each) for kind, each in found.items()}
 
-    def idle(self, seconds: float = IDLE_S) -> dict[str, np.ndarray]:
+    def idle(self, seconds: float) -> dict[str, np.ndarray]:
         """Let it go on for a while; return the same of that."""
         until(lambda: self._update() or len(self._rows) > 100, "the honest client reads")
         begin = time.monotonic()
@@ -263,20 +263,25 @@ class Field:
 
     def run(self, kind: str, seconds: float = ATTACKED_S, promise: Promise = Promise()) -> None:
         """Let a kind of `attacks.py` attack for a while, and check the promise."""
-        with self.attacked(title(kind), promise=promise), self.attacking(kind) as process:
+        idle_s = min(seconds, IDLE_S)
+        with self.attacked(title(kind), None, promise, idle_s), self.attacking(kind) as process:
             time.sleep(seconds)
             assert process.poll() is None, "the attack has ended by itself"
 
     @contextlib.contextmanager
     def attacked(
-        self, attack: str, honest: Honest | None = None, promise: Promise = Promise()
-    ) -> Iterator[None]:  # fmt: skip
+        self,
+        attack: str,
+        honest: Honest | None = None,
+        promise: Promise = Promise(),
+        idle_s: float = IDLE_S,
+    ) -> Iterator[None]:
         """Check the promise, and that the daemon lives, while the body attacks.
 
-        Args: attack: as the table says it.
+        Args: attack: as the table says it. idle_s: for so long the client is measured before.
         """
         honest = honest or self.honest
-        idle = honest.idle()["batch"]
+        idle = honest.idle(idle_s)["batch"]
         with self._watched() as sizes:
             begin = time.monotonic()
             yield
