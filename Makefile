@@ -5,10 +5,13 @@
 #              (15 min); make check-rest: only the slower ones, without coverage (5 min)
 # make costs   what the tests cost: CPU per folder, and the slowest files (8 min)
 # make pythons quick tests on every Python from 3.10 that this machine has, each with a daemon (5 min)
-# make soak    long tests (18 min)    make fuzz    damaged files and frames, random runs (6 min)
+# make soak    long tests, the attacks among them (23 min)
+# make fuzz    damaged files and frames, random runs (6 min)
 # make soak-hour   jobs of all kinds and all that can happen to them, for an hour (seconds=600 seed=2
 #              record=FILE.json: for less, otherwise, and with figures)
 # make guided seconds=3600   coverage-guided fuzzing of core, daemon and formats, each for so long
+# make attack  hostile users, each beside an honest client whose times are measured (8 min; needs root;
+#              table=docs/SECURITY.md writes the table anew)
 # make asan    the C core under AddressSanitizer and UBSan; make tsan: ThreadSanitizer
 # make interop pyrecordio, TensorFlow and others read files of ffserve, and ffserve reads theirs;
 #              Grain and Hugging Face datasets over files of ffserve; programs written for ffrecord;
@@ -52,7 +55,7 @@ slow := -m 'check and not soak and not fuzz and not interop and not stores and n
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test lint check check-rest costs pythons interop ray spark bench figures docs soak fuzz guided asan tsan setup clean distclean
-.PHONY: stores systemd upgrades install uninstall page soak-hour wheels deb release view
+.PHONY: stores systemd upgrades install uninstall page soak-hour wheels deb release view attack
 .DEFAULT_GOAL := demo
 
 setup:
@@ -164,7 +167,7 @@ uninstall:
 	@[ ! -e $(prefix)/pyvenv.cfg ] || rm -rf $(prefix)
 
 soak: setup
-	@FFSERVE_NEW_EXAMPLES=1 $(pytest) -q -m soak --timeout 600
+	@FFSERVE_NEW_EXAMPLES=1 $(pytest) -q -m 'soak or attack' --timeout 600
 
 # The hour has a seed of its own each time, unless one is given.
 soak-hour: seconds = 3600
@@ -174,6 +177,9 @@ soak-hour: setup
 
 fuzz: setup
 	@FFSERVE_NEW_EXAMPLES=1 $(pytest) -q -m fuzz --timeout 600
+
+attack: setup
+	@ATTACK_TABLE=$(table) $(pytest) -q -rs -m attack tests/attack --timeout 300
 
 seconds ?= 60
 guided: setup

@@ -125,9 +125,13 @@ class Scan:
     def _feed(self, *, single: bool = False) -> int:
         window, base = self._window.holding(self.table.wanted, HEADER.size)
         found = self.table.feed(window, base, single=single)
+        self._charge()
+        return found
+
+    def _charge(self) -> None:
+        """Have what was found so far admitted."""
         kept = _CHUNK_TABLE_SIZE * self.table.count + _PROBLEM_SIZE * len(self.problems)
         self._admit(self.table.records, kept)
-        return found
 
     def strictly(self) -> None:
         """Scan to the end of the file; raise at the first fault."""
@@ -140,6 +144,7 @@ class Scan:
         table, end = self.table, self.at + HEADER.size + header.size
         table.add(self.at, end, header.records, decoded, header.checksum, header.compressor)
         table.at = end
+        self._charge()
 
     def _skip(self, end: int, problem: FFServeError) -> None:
         """Add the bytes before `end` to the table as one record that cannot be read."""

@@ -21,6 +21,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -59,7 +60,8 @@ class Options:
 
     Args:
         format, server: as of `ffserve.open`.
-        allow_other: for all users; a file that not everybody may read stays with this one.
+        allow_other: for all users; files that not everybody may read, and remote ones, are left
+            out, since the kernel keeps names and sizes for all users alike.
         suffix: of the names of samples that have numbers.
     """
 
@@ -74,9 +76,10 @@ class View:
 
     Args:
         paths: as of `ffserve.open`; a file that is named twice is shown once, and of remote files
-            only the samples are shown, to the mounting user alone.
+            only the samples are shown.
         options: how.
-    Raises: as `ffserve.open`; UsageError: a suffix that cannot be part of a name.
+    Raises: as `ffserve.open`; UsageError: a suffix that cannot be part of a name, or nothing to
+        show to others.
     Cost: opens all files; reads the names of packed folders, one to two seconds a million.
     """
 
@@ -86,6 +89,8 @@ class View:
         suffixes = reader.check_options(options.format, options.server, "raise")
         found = tuple(dict.fromkeys(expand_paths(paths, suffixes=suffixes)))
         raise_file_limit()
+        if options.allow_other:
+            found = _public(found)
         self._options = options
         self._reader = reader.open_files(found, options.format, options.server, whole=True)
         self.files: list[ViewFile] = []
@@ -263,6 +268,32 @@ class _MountedPart:
                     pid for pid in self.processes if not os.waitpid(pid, os.WNOHANG)[0]
                 ]
                 time.sleep(0.01)
+
+
+def _public(paths: Sequence[str]) -> tuple[str, ...]:
+    """Return the files that everybody may read. Raises: UsageError: there is none."""
+    local = [path for path in paths if not is_url(path)]
+    with ExitStack() as opened:
+        fds: list[int] = []
+        for path in local:
+            fds.append(open_regular(path))
+            opened.callback(os.close, fds[-1])
+        readable = everybody_may_read(local, np.array(fds, np.int32))
+    found = tuple(path for path, public in zip(local, readable, strict=True) if public)
+    if not found:
+        raise UsageError(
+            "cannot show these files to other users: there is none that everybody may read",
+            hint="mount them without --allow-other, or give everybody the permission to read files "
+            "and directories",
+        )
+    if len(found) < len(paths):
+        log.warning(
+            "files that not everybody may read, and remote ones, are left out because of "
+            "--allow-other: %d of %d",
+            len(paths) - len(found),
+            len(paths),
+        )
+    return found
 
 
 def _run(server: ViewServer, first: int, forked: Callable[[], object]) -> None:

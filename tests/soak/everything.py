@@ -357,6 +357,8 @@ class Run:
         attacks.write_samples(str(self.folder / "hostile" / "attack.ffr"))
         for path in (self.folder / "hostile").iterdir():
             path.chmod(0o644)
+        if os.geteuid() == 0:
+            os.chown(self.folder / "hostile", attack_field.HOSTILE, attack_field.HOSTILE)
 
     # ---- clients --------------------------------------------------------------------------
 

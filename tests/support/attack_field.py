@@ -1,28 +1,38 @@
-"""A daemon under attack: both users' processes, and what an attack costs the honest one.
+"""A daemon under attack, and the promise: what an honest client of another user beside it gets.
 
     python tests/support/attack_field.py [KIND ...]
 
-As root: print for each kind of `attacks.py` (all by default) how long the batches of an honest
-client take while the attack runs, as multiples of the median without it, and its slowest greeting.
-KIND may be `computing` as well: a process that has no connection and takes a processor. With
---beside the attacks go to another daemon, so only processors and disk are shared.
+As root: print the table of SECURITY.md for these kinds of `attacks.py` (all by default). KIND may
+be `computing` as well: a process that has no connection and takes a processor. With --beside the
+attacks go to another daemon, so only processors and disk are shared.
+
+A test attacks in the body of `Field.attacked`, or has a kind run by `Field.run`:
+
+    with field.attacked("what is done"):
+        ...
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import attacks
 import numpy as np
-from daemon import DEADLINE_S, Daemon, ready, serving
+from attack_programs import SECRET
+from daemon import DEADLINE_S, Daemon, ready, started, until
 
 import ffserve
 
@@ -43,52 +53,302 @@ COUNTS = {
     "datasets": 2,
     "claims": 8,
     "small": 10,
+    "namespaces": 40,
+    "distrust": 4,
+    "names": 4,
+    "sparse_index": 4,
+    "tables": 4,
+    "scans": 4,
+    "index_cache": 2,
+    "open_files": 1,
+    "origins": 2,
 }
-"""Connections of each attack."""
-EXPECT = (r"closed a session \(pid \d+\): .*",)
+"""Connections of each attack, or processes."""
+EXPECT = (
+    r"closed a session \(pid \d+\): .*",
+    r"remote files: store /.*, .* of .*",
+)
+CACHED_COUNT = 7000
+"""Index files in the daemon's cache before anything begins."""
+IDLE_S, ATTACKED_S = 2.0, 5.0
+"""How long an honest client is measured before an attack and during it."""
 
 
-@dataclass
+@dataclass(frozen=True)
+class Promise:
+    """What no attack may exceed.
+
+    Args:
+        factor, floor_s: of batches in a hundred, 99 take at most `factor` times what they take
+            without the attack, or `floor_s`: the attackers use the same processors.
+        worst_s: the slowest batch.
+        begun_s: the slowest greeting, or opening of a file that was never open.
+        grown_size: bytes by which the daemon's own memory has grown since it began.
+    """
+
+    factor: float = 5
+    floor_s: float = 0.05
+    worst_s: float = 0.5
+    begun_s: float = 2.0
+    grown_size: int = 200 * 10**6
+
+
+NOTHING = Promise(1e9, DEADLINE_S, DEADLINE_S, DEADLINE_S, 1 << 60)
+"""To measure only."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an attack cost: the 99th percentiles of an honest client's batches without it and during
+    it, its slowest batch, its slowest greeting or opening, and by how much the daemon's memory had
+    grown."""
+
+    attack: str
+    idle_s: float
+    attacked_s: float
+    worst_s: float
+    begun_s: float
+    grown_size: int
+
+    def __str__(self) -> str:
+        """Return a row of the table in SECURITY.md."""
+        seconds = self.idle_s, self.attacked_s, self.worst_s, self.begun_s
+        times = (f"{1e3 * each:.1f}" for each in seconds)
+        return f"| {' | '.join((self.attack, *times, str(round(self.grown_size / 1e6))))} |"
+
+    def check(self, promise: Promise) -> None:
+        """Fail if this is more than was promised."""
+        most = max(promise.factor * self.idle_s, promise.floor_s)
+        assert self.attacked_s <= most, f"{self}: more than {promise.factor} times"
+        assert self.worst_s <= promise.worst_s, f"{self}: a batch took too long"
+        assert self.begun_s <= promise.begun_s, f"{self}: a greeting or opening took too long"
+        assert self.grown_size <= promise.grown_size, f"{self}: the daemon's memory has grown"
+
+
+HEADER = (
+    "| attack | p99 without it, ms | p99, ms | slowest, ms | slowest start, ms | memory, MB |",
+    "|---|---|---|---|---|---|",
+)
+costs: list[Cost] = []
+"""What was measured in this process, in order."""
+BEGIN, END = "<!-- make attack: begin -->\n", "<!-- make attack: end -->"
+
+
+def table() -> str:
+    """Return what was measured as a table."""
+    return "".join(f"{row}\n" for row in (*HEADER, *costs))
+
+
+def write_table(page: Path) -> None:
+    """Put the table in the place of the one in a document."""
+    above, begin, rest = page.read_text().partition(BEGIN)
+    _, end, below = rest.partition(END)
+    assert begin and end, f"{page} has no place for the table"
+    page.write_text(f"{above}{begin}\n{table()}\n{end}{below}")
+
+
+class Honest:
+    """A process of a user that reads batches, opens files and greets, until it is closed.
+
+    Args: source: path or URL of what `attacks.write_samples` has written. folder: of this user.
+    """
+
+    def __init__(self, socket: str, source: str, folder: Path, uid: int = HONEST) -> None:
+        self._times, self._errors = folder / "times", folder / "errors"
+        with self._times.open("wb") as times, self._errors.open("wb") as errors:
+            self._process = subprocess.Popen(
+                command(uid, "honest", socket, source, folder),
+                stdin=subprocess.DEVNULL,
+                stdout=times,
+                stderr=errors,
+            )
+        self._read = 0
+        self._rows: list[tuple[str, float, float]] = []
+
+    def _update(self) -> None:
+        """Read what it has written meanwhile: kind, begin and seconds of each call."""
+        assert self._process.poll() is None, f"honest client: {self._errors.read_text()}"
+        with self._times.open("rb") as file:
+            file.seek(self._read)
+            text = file.read()
+        text = text[: text.rfind(b"\n") + 1]
+        self._read += len(text)
+        for line in text.decode().splitlines():
+            kind, begin, seconds = line.split()
+            self._rows.append((kind, float(begin), float(seconds)))
+
+    def seconds(self, begin: float, end: float) -> dict[str, np.ndarray]:
+        """Return how long the calls of each kind took that were under way between two times.
+
+        Raises: AssertionError: the client had an error, or a call does not end.
+        """
+
+        def passed() -> bool:
+            self._update()
+            return bool(self._rows) and sum(self._rows[-1][1:]) >= end
+
+        until(passed, "the honest client's call has ended")
+        found: dict[str, list[float]] = {"batch": []}
+        for kind, begun, seconds in reversed(self._rows):
+            if begun + seconds < begin:
+                break
+            if begun <= end:
+                found.setdefault(kind, []).append(seconds)
+        return {kind: np.array(each) for kind, each in found.items()}
+
+    def idle(self, seconds: float) -> dict[str, np.ndarray]:
+        """Let it go on for a while; return the same of that."""
+        until(lambda: self._update() or len(self._rows) > 100, "the honest client reads")
+        begin = time.monotonic()
+        time.sleep(seconds)
+        return self.seconds(begin, time.monotonic())
+
+    def close(self) -> None:
+        """End it."""
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+
+def command(uid: int, *arguments: object) -> list[str]:
+    """Return the command that runs `attacks.py` as a user."""
+    return [*python_of(uid), str(Path(attacks.__file__)), *map(str, arguments)]
+
+
+def python_of(uid: int) -> list[str]:
+    """Return the command that runs Python as a user."""
+    user = ["setpriv", "--reuid", str(uid), "--regid", str(uid), "--clear-groups"]
+    return [*user, sys.executable]
+
+
 class Field:
-    """A daemon that everybody may connect to, and files that everybody may read."""
+    """A daemon that everybody may connect to, files that everybody may read, and an honest client,
+    which reads `source`; `folder` is the attacker's."""
 
-    daemon: Daemon
-    honest: str
-    hostile: str
+    def __init__(self, daemon: Daemon) -> None:
+        self.daemon = daemon
+        self.source = str(daemon.directory / "honest.ffr")
+        self.folder = self.folder_of(HOSTILE)
+        self.hostile = str(self.folder / "attack.ffr")
+        self._stack = contextlib.ExitStack()
+        attacks.write_samples(self.source)
+        shutil.copy(self.source, self.hostile)
+        os.chown(self.hostile, HOSTILE, HOSTILE)
+        self.honest = self.client(self.source)
+        self.honest.idle(0)
+        self._base = daemon.private_size()
 
-    def command(self, uid: int, *arguments: object) -> list[str]:
-        user = ["setpriv", "--reuid", str(uid), "--regid", str(uid), "--clear-groups"]
-        return [*user, sys.executable, str(Path(attacks.__file__)), *map(str, arguments)]
+    def folder_of(self, uid: int) -> Path:
+        """Make a directory of a user."""
+        folder = Path(tempfile.mkdtemp(dir=self.daemon.directory))
+        os.chown(folder, uid, uid)
+        folder.chmod(0o755)
+        return folder
+
+    def client(self, source: str, uid: int = HONEST) -> Honest:
+        """Start another honest client."""
+        made = Honest(self.daemon.socket, source, self.folder_of(uid), uid)
+        self._stack.callback(made.close)
+        return made
+
+    def close(self) -> None:
+        """End the honest clients."""
+        self._stack.close()
 
     @contextlib.contextmanager
-    def attack(self, kind: str, count: int) -> Iterator[None]:
-        with ready(self.command(HOSTILE, kind, self.daemon.socket, self.hostile, count)):
-            yield
+    def attacking(self, kind: str, count: int = 0) -> Iterator[subprocess.Popen[str]]:
+        """The process of a kind of `attacks.py`, which has begun."""
+        count = count or COUNTS[kind]
+        with ready(command(HOSTILE, kind, self.daemon.socket, self.hostile, count)) as process:
+            yield process
 
-    def measure(self, seconds: float) -> tuple[np.ndarray, np.ndarray]:
-        """Return the times of an honest client's batches and of its greetings."""
-        command = self.command(HONEST, "honest", self.daemon.socket, self.honest, seconds)
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S, check=False
-        )
-        found = json.loads(done.stdout)
-        assert not found["refused"], "the honest client was refused"
-        return np.array(found["reads"]), np.array(found["greetings"])
+    def run(self, kind: str, seconds: float = ATTACKED_S, promise: Promise = Promise()) -> None:
+        """Let a kind of `attacks.py` attack for a while, and check the promise."""
+        idle_s = min(seconds, IDLE_S)
+        with self.attacked(title(kind), None, promise, idle_s), self.attacking(kind) as process:
+            time.sleep(seconds)
+            assert process.poll() is None, "the attack has ended by itself"
+
+    @contextlib.contextmanager
+    def attacked(
+        self,
+        attack: str,
+        honest: Honest | None = None,
+        promise: Promise = Promise(),
+        idle_s: float = IDLE_S,
+    ) -> Iterator[None]:
+        """Check the promise, and that the daemon lives, while the body attacks.
+
+        Args: attack: as the table says it. idle_s: for so long the client is measured before.
+        """
+        honest = honest or self.honest
+        idle = honest.idle(idle_s)["batch"]
+        with self._watched() as sizes:
+            begin = time.monotonic()
+            yield
+            took = honest.seconds(begin, time.monotonic())
+        assert self.daemon.status()["pid"] == self.daemon.pid, "root is served"
+        p99s = (float(np.quantile(each, 0.99)) for each in (idle, took["batch"]))
+        worst = float(took.pop("batch").max())
+        begun = max((float(each.max()) for each in took.values()), default=0.0)
+        cost = Cost(attack, *p99s, worst, begun, max(sizes) - self._base)
+        costs.append(cost)
+        cost.check(promise)
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[list[int]]:
+        """Look at the daemon's own memory every few milliseconds."""
+        sizes, over = [self.daemon.private_size()], threading.Event()
+
+        def watch() -> None:
+            while not over.wait(0.01):
+                sizes.append(self.daemon.private_size())
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            yield sizes
+        finally:
+            over.set()
+            thread.join()
+
+
+def title(kind: str) -> str:
+    """Return what a kind of `attacks.py` does, in a few words."""
+    text = attacks.KINDS[kind].__doc__ or kind
+    return " ".join(text.partition(".\n")[0].split()).rstrip(".")
 
 
 @contextlib.contextmanager
-def field(shards: int) -> Iterator[Field]:
-    with serving(arena="32MiB", options=["--socket-mode", "0666"], expect=EXPECT) as daemon:
-        paths = [str(daemon.directory / name) for name in ("honest.ffr", "hostile.ffr")]
-        attacks.write_samples(paths[0])
-        shutil.copy(paths[0], paths[1])
-        many = daemon.directory / "many"
+def field(shards: int = 0, **options: Any) -> Iterator[Field]:
+    """Args: shards: files that `status` opens. options: of `Daemon`."""
+    settings = ["--socket-mode", "0666", *options.pop("options", ())]
+    expect = [*EXPECT, *options.pop("expect", ())]
+    made = Daemon(**{"arena": "32MiB", **options, "options": settings, "expect": expect})
+    made.environment = environment_of(made.directory / "home")
+    made.command += ["--store-directory", str(made.directory / "store"), "--store-size", "256MiB"]
+    with started(made) as daemon, contextlib.closing(Field(daemon)) as found:
+        many = found.folder / "many"
         many.mkdir()
         with ffserve.create(many / "0.ffr", n=1) as writer:
             writer.write(b"x")
         for number in range(1, shards):
             shutil.copy(many / "0.ffr", many / f"{number}.ffr")
-        yield Field(daemon, *paths)
+        yield found
+
+
+def environment_of(home: Path) -> dict[str, str]:
+    """Make the home of a daemon's user who has credentials for everything, and an index cache."""
+    cache = home / ".cache" / "ffserve" / "index"
+    cache.mkdir(parents=True, mode=0o700)
+    for number in range(CACHED_COUNT):
+        (cache / f"{number:032x}.ffx").write_bytes(b"x" * 100)
+    (home / ".netrc").write_text(f"default login own password {SECRET}\n")
+    (home / ".netrc").chmod(0o600)
+    names = ("HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_SAS_TOKEN")
+    environment = {**os.environ, **dict.fromkeys(names, SECRET), "HOME": str(home)}
+    for name in ("XDG_CACHE_HOME", "CACHE_DIRECTORY", "NETRC"):
+        environment.pop(name, None)
+    return environment
 
 
 @contextlib.contextmanager
@@ -104,22 +364,20 @@ def computing() -> Iterator[None]:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=5)
+    parser.add_argument("--seconds", type=float, default=ATTACKED_S)
     parser.add_argument("--shards", type=int, default=300)
     parser.add_argument("--beside", action="store_true")
     parser.add_argument("kinds", nargs="*", metavar="KIND")
     given = parser.parse_args()
-    print("kind          quiet p50 ms   p50    p99    greeting ms")
+    print(*HEADER, sep="\n", flush=True)
     with contextlib.ExitStack() as stack:
         made = stack.enter_context(field(given.shards))
         other = stack.enter_context(field(given.shards)) if given.beside else made
         for kind in given.kinds or ["computing", *attacks.KINDS]:
-            usual = float(np.median(made.measure(2)[0]))
-            with computing() if kind == "computing" else other.attack(kind, COUNTS[kind]):
-                reads, greetings = made.measure(given.seconds)
-            p50, p99 = np.quantile(reads, (0.5, 0.99)) / usual
-            slowest = greetings.max() * 1e3
-            print(f"{kind:12} {usual * 1e3:10.2f} {p50:9.1f} {p99:6.1f} {slowest:9.0f}", flush=True)
+            attack = computing() if kind == "computing" else other.attacking(kind)
+            with made.attacked(kind, promise=NOTHING), attack:
+                time.sleep(given.seconds)
+            print(costs[-1], flush=True)
 
 
 if __name__ == "__main__":

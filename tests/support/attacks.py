@@ -1,7 +1,8 @@
 """Attacks: a program that asks a daemon for more than its share, and one that reads as users do.
 
-    python attacks.py KIND SOCKET FILE COUNT     attack until killed; says "ready" when it begins
-    python attacks.py honest SOCKET FILE SECONDS read; write the times as JSON
+    python attacks.py KIND SOCKET FILE COUNT       attack until killed; says "ready" when it begins
+    python attacks.py honest SOCKET SOURCE FOLDER  read until killed; a line a call: kind, begin and
+                                                   seconds
 
 A test starts both as users of their own (`setpriv`). An attacker does not block: it has many
 connections and sends on each of them whatever the socket takes. It breaks no rule of the protocol
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import random
 import resource
@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from attack_programs import PROGRAMS, enter_another_namespace, go_on_as_root_of_a_namespace, run
 from daemon import Raw, asking, get
 
 import ffserve
@@ -214,15 +215,63 @@ def small(raw: Raw, file: str) -> Script:
         yield many
 
 
-KINDS: dict[str, Callable[[Raw, str], Script]] = {
+def namespaces(raw: Raw, file: str) -> Script:
+    """GETs of four size classes in forty mount namespaces."""
+    files = [file]
+    for size, count in ((1 << 10, 4096), (16 << 10, 1024), (64 << 10, 256)):
+        files.append(f"{os.path.dirname(file)}/{size}.ffr")
+        if not os.path.exists(files[-1]):
+            write_samples(files[-1], size, count)
+    opened = [raw.open(each, tag=tag) for tag, each in enumerate(files, 2)]
+    counts = [np.frombuffer(each.shards, protocol.SHARD_DTYPE)["count"][0] for each in opened]
+    chance, burst = np.random.default_rng(raw.socket.fileno()), BURST // 4
+    for first in itertools.count(10, BURST):
+        for k, (each, count) in enumerate(zip(opened, counts, strict=True)):
+            for tag in range(first + k * burst, first + (k + 1) * burst):
+                yield _encode(get(tag, each.dataset, chance.integers(0, count, 256)))
+        yield BURST
+
+
+def distrust(raw: Raw, file: str) -> Script:
+    """Preparations without end that are not deterministic."""
+    source, memory = raw.open(file).dataset, os.memfd_create("attack")
+    os.ftruncate(memory, 4096)
+    for tag in itertools.count(2):
+        raw.socket.setblocking(True)
+        raw.send(protocol.Prepare(tag, source, os.urandom(32), {"name": "attack"}))
+        assert isinstance(raw.receive(), protocol.Need)
+        raw.pass_files(tag, [memory])
+        opened = raw.receive()
+        assert isinstance(opened, protocol.Opened)
+        raw.send(protocol.Distrust(opened.dataset, 0), protocol.Close(opened.dataset))
+        yield 0
+
+
+def names(raw: Raw, file: str) -> Script:
+    """Jobs with the name of another user's, and STATUS to see whether it is taken."""
+    raw.open(file)
+    raw.send(protocol.Status(2))
+    report = raw.receive()
+    assert isinstance(report, protocol.Report)
+    found = {job["name"] for job in report.facts["jobs"]} - {_TAKEN}
+    if any(name.startswith(_TAKEN) for name in found):
+        raise SystemExit(f"the daemon told that a name is taken: {found}")
+    raw.socket.close()
+    yield 0
+
+
+KINDS: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
         gets, leases, status, connections, connects, halves, drops, strings, opens, tags, orders,
-        seens, datasets, claims, small,
+        seens, datasets, claims, small, namespaces, distrust, names,
     )
-}  # fmt: skip
+} | PROGRAMS  # fmt: skip
 _SILENT = ("connections", "connects")
 """Kinds that do not greet."""
+_IN_NAMESPACES = ("namespaces", "open_files")
+_TAKEN = "honest"
+"""Name of the honest client's job."""
 
 
 # ---- the attacker ---------------------------------------------------------------------------
@@ -243,18 +292,21 @@ class Attacker:
             return self._connect()
         try:
             return self._send() if self._left else self._go_on(self._raw)
-        except (OSError, EOFError, FFServeError):
+        except (OSError, EOFError, AssertionError, FFServeError):
             self._drop()
             return False
 
     def _connect(self) -> bool:
+        if self._kind in _IN_NAMESPACES:
+            enter_another_namespace()
         try:
             raw = Raw(self._path, hello=False)
         except OSError:
             return False
         try:
             if self._kind not in _SILENT:
-                raw.hello(job=f"attack {os.getpid()} {random.randrange(1 << 30)}")
+                unused = f"attack {os.getpid()} {random.randrange(1 << 30)}"
+                raw.hello(job=_TAKEN if self._kind == "names" else unused)
             self._script = KINDS[self._kind](raw, self._file)
             self._raw = raw
             self._advance()
@@ -323,36 +375,43 @@ def attack(kind: str, path: str, file: str, count: int) -> None:
 # ---- the honest client ----------------------------------------------------------------------
 
 
-def honest(path: str, file: str, seconds: float) -> dict[str, Any]:
-    """Read batches of 64 and greet now and then; return the times in seconds."""
+@contextlib.contextmanager
+def timed(kind: str) -> Iterator[None]:
+    """Print when a call began, and how long it took."""
+    begun = time.monotonic()
+    yield
+    print(kind, f"{begun:.6f} {time.monotonic() - begun:.6f}", flush=True)
+
+
+def honest(path: str, source: str, folder: str) -> None:
+    """Read batches of 64; now and then greet, or open a file that was never open."""
     chance = np.random.default_rng(os.getpid())
-    reads: list[float] = []
-    greetings: list[float] = []
-    refused = 0
-    with ffserve.open(file, server=path) as reader:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+    fresh = f"{folder}/fresh.tfrecord"
+    with ffserve.open(source, server=path) as reader:
+        for turn in itertools.count():
             indices = chance.integers(0, len(reader), 64)
-            begun = time.monotonic()
-            batch = reader.read(indices)
-            reads.append(time.monotonic() - begun)
+            with timed("batch"):
+                batch = reader.read(indices)
             for index, each in zip(indices.tolist(), batch, strict=True):
                 assert int(each[:8].view(np.int64)[0]) == index
-            if len(reads) % 20 == 1:
-                begun = time.monotonic()
-                try:
+            if turn % 20 == 1:
+                with timed("greeting"):
                     Handshake(path, "honest").socket.close()
-                except FFServeError:
-                    refused += 1
-                greetings.append(time.monotonic() - begun)
-    return {"reads": reads, "greetings": greetings, "refused": refused}
+            if turn % 100 == 2:
+                assert reader.source.startswith("daemon"), reader.source
+                with ffserve.create(fresh) as writer:
+                    for _ in range(300):
+                        writer.write(bytes(4096))
+                with timed("opening"), ffserve.open(fresh, server=path) as other:
+                    assert len(other[7]) == 4096
+                os.unlink(fresh)
 
 
-def write_samples(path: str) -> None:
-    """Write the file of SAMPLES samples that `honest` checks."""
-    content = np.random.default_rng(0).integers(0, 1 << 62, 512)
-    with ffserve.create(path, format="ffrecord", n=SAMPLES) as writer:
-        for index in range(SAMPLES):
+def write_samples(path: str, size: int = 4096, count: int = SAMPLES) -> None:
+    """Write the file of samples that `honest` checks."""
+    content = np.random.default_rng(0).integers(0, 1 << 62, size // 8)
+    with ffserve.create(path, format="ffrecord", n=count) as writer:
+        for index in range(count):
             content[0] = index
             writer.write(content)
 
@@ -361,7 +420,10 @@ if __name__ == "__main__":
     kind, path, file, amount = sys.argv[1:]
     with contextlib.suppress(KeyboardInterrupt):
         if kind == "honest":
-            print(json.dumps(honest(path, file, float(amount))))
+            honest(path, file, amount)
         else:
             socket.setdefaulttimeout(30)
-            attack(kind, path, file, int(amount))
+            if kind in _IN_NAMESPACES:
+                go_on_as_root_of_a_namespace()
+            begin = run if kind in PROGRAMS else attack
+            begin(kind, path, file, int(amount))

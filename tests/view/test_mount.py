@@ -226,20 +226,28 @@ def test_samples_of_remote_files_come_through_a_daemon_that_is_started(
         assert origin.total == sum(map(len, origin.files.values()))
 
 
-def readable(path: Path) -> bool:
-    """Whether a user without rights can read a file."""
-    done = run_python(
-        "import os, sys; os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
-        "open(sys.argv[1], 'rb').read()",
-        path,
-        code=None,
-    )
-    assert done.returncode == 0 or "PermissionError" in done.stderr, done.stderr
-    return done.returncode == 0
+SEEN = """
+import os, sys
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+try:
+    for folder, names, files in os.walk(sys.argv[1]):
+        for name in names + files:
+            print(os.path.relpath(os.path.join(folder, name), sys.argv[1]))
+    os.listdir(sys.argv[1])
+except PermissionError:
+    print("refused")
+if len(sys.argv) > 2:
+    print(open(sys.argv[2], "rb").read().hex())
+"""
+"""What a user without rights finds."""
+
+
+def seen(view: Mounted, *path: Path) -> list[str]:
+    return run_python(SEEN, view.path, *path).stdout.splitlines()
 
 
 @pytest.mark.check
-def test_other_users_see_what_everybody_may_read() -> None:
+def test_other_users_saw_names_and_sizes_of_files_that_they_may_not_read() -> None:
     with tempfile.TemporaryDirectory(prefix="ffs-") as directory:
         folder = Path(directory)
         folder.chmod(0o755)
@@ -250,12 +258,36 @@ def test_other_users_see_what_everybody_may_read() -> None:
         (folder / "private.ffr").chmod(0o640)
         paths = [folder / "open.ffr", folder / "private.ffr", folder / "closed/hidden.ffr"]
         with mounted(*paths, options=("--server", "off", "--allow-other")) as view:
-            for name, expected in (("open", True), ("private", False), ("hidden", False)):
-                assert readable(view.shards / f"{name}.ffr") == expected
-                assert readable(view.samples / f"{name}.ffr" / "0" / "05") == expected
-                assert (view.samples / f"{name}.ffr" / "0" / "05").read_bytes() == SAMPLES[5]
+            sample = view.samples / "open.ffr" / "0" / "05"
+            *found, content = seen(view, sample)
+            assert bytes.fromhex(content) == SAMPLES[5] == sample.read_bytes()
+            numbers = [f"samples/open.ffr/0/{k:02}" for k in range(len(SAMPLES))]
+            assert sorted(found) == [
+                "samples", "samples/open.ffr", "samples/open.ffr/0", *numbers,
+                "shards", "shards/open.ffr",
+            ]  # fmt: skip
+            assert os.statvfs(view.path).f_blocks == -(
+                -(folder / "open.ffr").stat().st_size // 4096
+            )
+            assert "left out because of --allow-other: 2 of 3" in view.log()
         with mounted(*paths) as view:
-            assert not readable(view.shards / "open.ffr")
+            assert seen(view) == ["refused"]
+            for name in ("open", "private", "hidden"):
+                assert (view.samples / f"{name}.ffr" / "0" / "05").read_bytes() == SAMPLES[5]
+        (folder / "place").mkdir()
+        words = ["--foreground", "--allow-other", "--server", "off", folder / "place"]
+        assert "none that everybody may read" in error_of("mount", *words, paths[1], code=2)
+
+
+@pytest.mark.check
+def test_remote_files_are_shown_to_nobody_else(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    pytest.importorskip("fsspec")
+    (tmp_path / "place").mkdir()
+    words = ["--foreground", "--allow-other", "--server", "off", tmp_path / "place"]
+    with http_origin() as origin:
+        url = origin.put("a.ffr", Path(write(tmp_path / "a.ffr", SAMPLES)).read_bytes())
+        assert "none that everybody may read" in error_of("mount", *words, url, code=2)
 
 
 # ---- begin and end -------------------------------------------------------------------------------

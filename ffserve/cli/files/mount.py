@@ -24,7 +24,7 @@ from ffserve.errors import FFServeError
 )
 @click.option(
     "--allow-other", is_flag=True,
-    help="Show the view to all users; each sees the files that everybody may read.",
+    help="Show the view to all users, and only the files that everybody may read.",
 )  # fmt: skip
 @click.option(
     "--suffix", default="", metavar="TEXT",
