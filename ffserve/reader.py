@@ -505,9 +505,10 @@ class Reader(BaseReader, Sequence[Bytes]):
     def sample_numbers(self, indices: Any) -> Int64s:
         """Return the numbers of samples among all of the files, int64[n]: what a source takes.
 
-        Raises: SampleIndexError.
+        Args: indices: int64[n], which exist.
         """
-        return self._numbers(indices)
+        chosen: Int64s = np.asarray(indices, np.int64)
+        return chosen if self._numbering is None else self._numbering.numbers(chosen)
 
     @property
     def shown(self) -> tuple[Any, ...]:

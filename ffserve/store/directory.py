@@ -159,18 +159,25 @@ class Store:
     Args:
         directory: made if it is missing; of this user only.
         limit: bytes on disk; None: no limit. block_size: of objects that are new here.
+        most_victims: objects that are remembered for eviction.
     Raises: UsageError, AccessDenied, ReadError.
     """
 
     def __init__(
-        self, directory: str, limit: int | None = None, block_size: int = BLOCK_SIZE
+        self,
+        directory: str,
+        limit: int | None = None,
+        block_size: int = BLOCK_SIZE,
+        *,
+        most_victims: int = MOST_VICTIMS,
     ) -> None:
         self.directory = directory
+        self._most_victims = most_victims
         self.block_size = block_size
         self._lock = threading.RLock()
         self._open: dict[str, StoredObject] = {}
         self._victims: dict[str, _Victim] = {}
-        """By the names of their directories; at most MOST_VICTIMS, which were seen first."""
+        """By the names of their directories; at most ``most_victims``, which were seen first."""
         self._heap: list[tuple[float, str]] = []
         """Negative rank and name of each, and of what they were before."""
         self._listing = threading.Lock()
@@ -674,7 +681,7 @@ class Store:
     def _note(self, name: str, rank: float, blocks: list[tuple[float, int]] | None = None) -> None:
         """Note that no block of an object has a higher rank."""
         known = self._victims.get(name)
-        if known is None and len(self._victims) >= MOST_VICTIMS:
+        if known is None and len(self._victims) >= self._most_victims:
             return
         self._victims[name] = _Victim(rank, blocks or [])
         if known is None or known.rank != rank:

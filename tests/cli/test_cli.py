@@ -204,7 +204,7 @@ def test_a_file_that_may_not_be_read_is_usage() -> None:
 
 
 def test_errors_about_names_did_not_name_the_file(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.ffr", [b"abc", b"piouhjgbr\x80\x04garbage."])
+    path = write(tmp_path / "a.ffr", [b"abc", b"piouhjgbr\x80\x04garbage." + b"\0" * 20])
     for command in (
         ["inspect", path],
         ["cat", path, "tom.txt"],

@@ -86,11 +86,16 @@ BOUNDS = {
     "FETCH_SIZE": "store/test_store_fetching.py: test_neighbours_come_by_one_request",
     "MOST_ACCESS": "store/test_store_access.py: "
     "test_headers_travel_and_what_is_not_understood_does_not",
+    "MOST_LISTED": "store/test_hostile_listings.py: "
+    "test_pages_of_a_bucket_without_end_took_all_memory",
+    "MOST_PAGE_SIZE": "store/test_hostile_listings.py: test_a_page_without_end_took_all_memory",
     "BLOCK_THREADS": "test_remote_files_that_are_asked_for_at_once",
     "MOST_FETCHED_AHEAD": "store/test_daemon_store.py: "
     "test_an_announced_order_is_fetched_ahead_by_the_daemon",
     "MOST_READ_AHEAD": "store/test_store_fetching.py: test_only_reads_in_order_fetch_ahead",
     "OVERHEAD_SHARE": "test_an_object_whose_state_does_not_fit_into_the_store",
+    "MOST_VICTIMS": "store/test_store_blocks.py: "
+    "test_more_objects_than_are_remembered_are_evicted_all",
     # ---- descriptors
     "SHARDS_PART": "server/test_access.py: test_a_user_may_have_half_of_the_daemons_files",
     "EXTRA_PART": "server/test_access.py: "

@@ -257,6 +257,16 @@ def test_eviction_among_20_000_tiny_objects_looked_at_all_of_them(directory: Pat
     assert min(left) > 19_990 - len(left), "those that were opened longest ago are evicted"
 
 
+def test_more_objects_than_are_remembered_are_evicted_all(directory: Path) -> None:
+    tiny_objects(directory, 300)
+    store = Store(str(directory), None, BLOCK, most_victims=40)
+    store.limit = store.used + (1 << 20)
+    stored = store.open(identity(size=64 * BLOCK))
+    for block in range(40):  # takes the room of 200 of them
+        assert fill(store, stored, block), block
+    assert store.used <= store.limit and len(store._victims) <= 40
+
+
 def test_pinned_blocks_stay_and_room_is_refused(directory: Path) -> None:
     store = Store(str(directory), LIMIT, BLOCK)
     first, second = store.open(identity("first")), store.open(identity("second"))

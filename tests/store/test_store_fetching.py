@@ -331,12 +331,9 @@ def test_an_origin_that_is_given_up_says_how_often_it_was_asked() -> None:
             breaker.call(fail)
 
 
-def test_an_origin_that_has_never_answered_is_given_up_soon(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_origin_that_has_never_answered_is_given_up_soon() -> None:
     """Its name may be wrong."""
-    monkeypatch.setattr(fetching, "CONTACT_S", 0.2)
-    breaker, tried = fetching.Breaker(give_up_s=60.0), list[float]()
+    breaker, tried = fetching.Breaker(fetching.Patience(60.0, 0.2)), list[float]()
 
     def fail() -> None:
         tried.append(time.monotonic())

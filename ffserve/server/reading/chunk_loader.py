@@ -308,9 +308,8 @@ class ChunkLoader:
 
 
 def _user_of(load: Load) -> str:
-    """Return the user whose job asked first."""
+    """Return the user whose job asked first; "" if it was none's."""
     fetch = load.fetches[0]
     if isinstance(fetch, Piece):
         return fetch.progress.owner
-    assert isinstance(fetch, SampleRequest)
-    return owner_of(fetch.owner.job)
+    return owner_of(fetch.owner.job) if isinstance(fetch, SampleRequest) else ""
