@@ -119,7 +119,7 @@ def command(tmp_path: Path, what: str, url: str, code: int | None) -> str:
     said = done.stdout.decode()
     assert done.returncode in ((0, 2) if code is None else (code,)), said
     assert "Traceback" not in said, said
-    assert {each.name for each in tmp_path.iterdir()} <= {"a", "store"}
+    assert {each.name for each in tmp_path.iterdir()} <= {"a", "cache", "store"}
     assert [each.name for each in (tmp_path / "a").iterdir()] == ["b"]
     return said
 
