@@ -8,7 +8,6 @@ file; the checksum is compared when the names are read.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -25,8 +24,7 @@ _FIXED_SIZE = len(MAGIC) + 24
 _ITEM_SIZE = 4
 """An item has at least two bytes for its name, as a reference to an equal one, and two for its
 value."""
-_AT_ONCE, _THREADS = 256, 8
-"""Files of one call, and threads for data sets of many files: a call takes 5 µs a file."""
+_AT_ONCE = 256
 _MAGIC = np.frombuffer(MAGIC, np.uint8)
 
 
@@ -44,21 +42,14 @@ def are_indices(paths: Sequence[str], sizes: Int64s, ends: Int64s) -> list[bool 
 
     Args: sizes: of the last samples, at least HEAD_SIZE. ends: sizes of the files.
     """
-    parts = [slice(k, k + _AT_ONCE) for k in range(0, len(paths), _AT_ONCE)]
-
-    def look(part: slice) -> list[bool | None]:
-        found: list[bool | None] = []
-        while len(found) < len(paths[part]):
-            rest = slice(part.start + len(found), part.stop)
-            found += _first_ones(paths[rest], sizes[rest], np.ascontiguousarray(ends[rest]))
-            if len(found) < len(paths[part]):
-                found.append(None)
-        return found
-
-    if len(parts) < 2:
-        return [state for part in parts for state in look(part)]
-    with ThreadPoolExecutor(min(len(parts), _THREADS)) as pool:
-        return [state for states in pool.map(look, parts) for state in states]
+    found: list[bool | None] = []
+    while len(found) < len(paths):
+        part = slice(len(found), len(found) + _AT_ONCE)
+        some = _first_ones(paths[part], sizes[part], np.ascontiguousarray(ends[part]))
+        found += some
+        if len(some) < len(paths[part]):
+            found.append(None)
+    return found
 
 
 def _first_ones(paths: Sequence[str], sizes: Int64s, ends: Int64s) -> list[bool | None]:
