@@ -198,7 +198,7 @@ TABLE_SAMPLE_SIZE, OPENING_SAMPLE_SIZE = 32, 32
 TABLES_PER_BYTE = 64
 """A byte of a file that is stored accounts for this many bytes of tables; an honest sample takes
 one byte at least, even where the file system compresses."""
-MOST_UNBACKED = 32 << 20
+MOST_UNBACKED = 8 << 20
 """Bytes of tables of one user for which no bytes of the files account; a further file is
 refused."""
 SCANNED_ALLOWED, SCANNED_PER_BYTE = 2 << 30, 16

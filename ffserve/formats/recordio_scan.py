@@ -10,6 +10,9 @@ against its checksum, and after a mismatch searches for the next chunk with a ma
 
 from __future__ import annotations
 
+import mmap
+from functools import cached_property
+
 from ffserve.engine.codec import ChunkScanner, checksum
 from ffserve.errors import ChecksumError, FFServeError, FormatError, TruncatedError
 from ffserve.formats.base import (
@@ -44,6 +47,10 @@ _SEARCHED_AGAIN = 8
 """Searches for intact chunks read at most this many times the size of the file."""
 
 
+# Large buffers are mapped: they return to the system when a scan ends, while malloc keeps memory of
+# its own for each thread.
+
+
 class _Window:
     """Serves small forward reads of a file from few large ones if they are close together."""
 
@@ -55,7 +62,7 @@ class _Window:
         self._read_at = read_at
         self._size = size
         self._path = path
-        self._memory = bytearray()
+        self._memory: bytearray | mmap.mmap = bytearray()
         self._bytes = memoryview(self._memory)
         self._begin = 0
         self._reach = self._SMALLEST
@@ -82,7 +89,8 @@ class _Window:
         if self._size <= self._WHOLE:
             self._reach = self._size
         if len(self._memory) < self._reach:
-            self._memory = bytearray(self._reach)
+            small = self._reach <= self._WHOLE
+            self._memory = bytearray(self._reach) if small else mmap.mmap(-1, PIECE_SIZE)
         piece = memoryview(self._memory)[: min(self._reach, self._size - offset)]
         self._begin, self._bytes = offset, piece[:0]
         read_exactly(self._read_at, offset, piece, self._path)
@@ -106,6 +114,16 @@ class Scan:
         self._size = size
         self._path = path
         self._window = _Window(read_at, size, path)
+
+    @cached_property
+    def _payload(self) -> mmap.mmap:
+        """A piece of a chunk's payload."""
+        return mmap.mmap(-1, PIECE_SIZE)
+
+    @cached_property
+    def _searched(self) -> mmap.mmap:
+        """A piece of the file in which chunks are searched for."""
+        return mmap.mmap(-1, PIECE_SIZE)
 
     @property
     def at(self) -> int:
@@ -248,9 +266,8 @@ class Scan:
         """Read a payload and verify its checksum; return the error for a mismatch."""
         assert self.dialect is not None
         found, done = 0, 0
-        piece = bytearray(min(PIECE_SIZE, header.size))
         while done < header.size:
-            part = memoryview(piece)[: header.size - done]
+            part = memoryview(self._payload)[: header.size - done]
             read_exactly(self._read_at, at + HEADER.size + done, part, self._path)
             found = checksum(self.dialect.checksum_kind, part, found)
             done += len(part)
@@ -267,7 +284,7 @@ class Scan:
     def _next_intact(self, start: int) -> int | None:
         """Return the offset of the next chunk with a matching checksum, or None."""
         budget = _SEARCHED_AGAIN * self._size
-        piece = bytearray(PIECE_SIZE)
+        piece = self._searched
         known = self.dialect
         while self._size - start > HEADER.size:
             data = next_data(self._read_at, start)
