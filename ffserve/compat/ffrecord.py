@@ -156,7 +156,7 @@ class FileReader:
                 and not is_url(os.fsdecode(name))
                 for name in paths
             )
-        return (SampleReader if original else RecordReader)(fnames, check_data)
+        return (OpenedReader if original else RecordReader)(fnames, check_data)
 
     def __init__(
         self,
@@ -395,13 +395,13 @@ class FileReader:
         return numbers
 
 
-class SampleReader(FileReader):
+class OpenedReader(FileReader):
     """A FileReader whose samples are those of ``ffserve.open``: of a packed folder its files."""
 
     _whole = False
 
 
-class RecordReader(SampleReader):
+class RecordReader(OpenedReader):
     """A FileReader for files of any format.
 
     Args:

@@ -12,8 +12,7 @@ has announced stay (the best policy for such an order, POLICY.md). A block witho
 error, and nobody waits for room: its reader reads the bytes that it needs past the store.
 
 A store may have millions of small objects. So eviction takes steps of LOOKED_AT objects, between
-which others have the lock, and objects are listed without the lock, LISTED at a time. Each has the
-rank that it had when it was seen last; it is looked at again before one of its blocks is evicted.
+which others have the lock (`victims.py` says which objects).
 
 ``state``: 8 bytes "ffstore\\n", u32 version, u32 size of a block, 36 bytes boot ID; at 64 u64 bytes
 in use, at 72 u64 evictions so far, both mapped.
@@ -25,7 +24,6 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import itertools
 import logging
 import math
 import mmap
@@ -35,14 +33,10 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ffserve.dtypes import Floats
 from ffserve.errors import AccessDenied, FFServeError, ReadError, UsageError
 from ffserve.limits import MOST_VICTIMS, OVERHEAD_SHARE
 from ffserve.store import urls
@@ -63,6 +57,7 @@ from ffserve.store.blocks import (
     whole_pages,
 )
 from ffserve.store.origin import ObjectVersion
+from ffserve.store.victims import UNKNOWN, Victim, Victims, closed_rank, first_to_go, open_ranks
 from ffserve.system.memfd import punch
 
 log = logging.getLogger("ffserve")
@@ -74,35 +69,14 @@ DEFAULT_SHARE = 0.8
 """The default limit of a store is this share of the free space of its disk and its own size."""
 MIN_BLOCKS = 8
 """A store with room for fewer blocks is refused."""
-LISTED_S, AGAIN_S = 1.0, 0.1
-"""The objects are listed anew when they were listed this long ago; the latter if no block was found
-that may be evicted."""
-LISTING_SHARE = 20
-"""Listing takes 1 part in LISTING_SHARE of the time at most."""
-LISTED = 2048
-"""This many objects are listed at a time, which takes 10 ms."""
 LOOKED_AT = 64
 """A step of an eviction looks at this many objects, which takes 10 ms."""
 MOST_STEPS, PAUSE_S = 16, 0.001
 """After this many steps there is no room for a block; others take the lock in the pauses."""
-MOST_RANKED = 256
-"""Blocks of an object that are ranked together, the first to go."""
 _HEAD = struct.Struct("<8sII36s")
 _MAGIC, _VERSION = b"ffstore\n", 1
 _STATE_SIZE = PAGE
 _Answer = TypeVar("_Answer")
-
-
-@dataclass(frozen=True, slots=True)
-class _Victim:
-    """An object as it was seen last.
-
-    rank: the time at which a block of it is needed again; the block with the latest time is evicted
-    first. blocks: rank and number of some, the first to go last; empty: it was not looked at.
-    """
-
-    rank: float
-    blocks: list[tuple[float, int]]
 
 
 def cache_directory() -> str:
@@ -172,20 +146,10 @@ class Store:
         most_victims: int = MOST_VICTIMS,
     ) -> None:
         self.directory = directory
-        self._most_victims = most_victims
         self.block_size = block_size
         self._lock = threading.RLock()
         self._open: dict[str, StoredObject] = {}
-        self._victims: dict[str, _Victim] = {}
-        """By the names of their directories; at most ``most_victims``, which were seen first."""
-        self._heap: list[tuple[float, str]] = []
-        """Negative rank and name of each, and of what they were before."""
-        self._listing = threading.Lock()
-        self._entries: Iterator[tuple[str, float]] | None = None
-        """The rest of the objects that are being listed."""
-        self._listed_at, self._again_s = -math.inf, LISTED_S
-        self._listing_s = 0.0
-        """The time that the latest listing took."""
+        self._victims = Victims(self._objects, self._lock, self._open.__contains__, most_victims)
         self._fd = -1
         try:
             self._set_up()
@@ -353,7 +317,7 @@ class Store:
             if found is None:
                 return None
             self._open[name] = found
-            self._note(name, _UNKNOWN)
+            self._victims.note(name, UNKNOWN)
         found.users += 1
         return found
 
@@ -418,7 +382,7 @@ class Store:
                 if self._open.get(name) is stored:
                     del self._open[name]
                     with contextlib.suppress(OSError):
-                        self._note(name, _closed_rank(stored.state.used_at))
+                        self._victims.note(name, closed_rank(stored.state.used_at))
                 stored.close()
 
     def remove(self, stored: StoredObject) -> None:
@@ -528,7 +492,7 @@ class Store:
                 answer = step(count == 0)
             if answer is not None:
                 return answer
-            self._list()
+            self._victims.look()
             time.sleep(PAUSE_S)
             count += 1
         return None
@@ -538,7 +502,7 @@ class Store:
         return whether any was evicted."""
         before = self.used
         most = max(before - MIN_BLOCKS * self.block_size, 0)
-        outcome = self._evict(most, _UNKNOWN - 1, first)
+        outcome = self._evict(most, UNKNOWN - 1, first)
         return True if self.used < before else outcome
 
     def _evict(self, most: float, use: float | None, first: bool) -> bool | None:
@@ -550,24 +514,23 @@ class Store:
         """
         if self.used <= most:
             return True
-        if first and self._is_due:
+        if first and self._victims.is_due:
             return None
-        least = _UNKNOWN if use is None else use
+        least = UNKNOWN if use is None else use
         in_use: list[tuple[str, float]] = []
         outcome: bool | None = None
         for _ in range(LOOKED_AT):
             if self.used <= most:
                 outcome = True
                 break
-            if not self._heap or -self._heap[0][0] <= least:
-                self._again_s = AGAIN_S
-                outcome = None if self._is_due else False
+            if self._victims.best <= least:
+                self._victims.exhausted()
+                outcome = None if self._victims.is_due else False
                 break
-            rank, name = heappop(self._heap)
-            victim = self._victims.get(name)
-            if victim is None or victim.rank != -rank:
+            taken = self._victims.take()
+            if taken is None:
                 continue
-            del self._victims[name]
+            name, victim = taken
             with self._state_of(name) as state:
                 if state is not None and self._evict_from(state, name, victim, most, least):
                     in_use.append((name, victim.rank))
@@ -575,45 +538,30 @@ class Store:
             # Else the next step would look at the same ones; they are listed again.
             in_use.clear()
         for name, rank in in_use:
-            self._note(name, rank)
+            self._victims.note(name, rank)
         return outcome
 
     def _evict_from(
-        self, state: BlockState, name: str, victim: _Victim, most: float, least: float
+        self, state: BlockState, name: str, victim: Victim, most: float, least: float
     ) -> bool:
         """Evict blocks of an object while they rank highest; return whether any is in use."""
         is_open = state.is_open
-        blocks = victim.blocks or self._first_to_go(state, is_open)
+        blocks = victim.blocks or first_to_go(state, is_open)
         if not blocks:
             self._remove_if_empty(state)
             return False
-        least = max(least, math.nextafter(-self._heap[0][0], -math.inf) if self._heap else least)
+        least = max(least, math.nextafter(self._victims.best, -math.inf))
         found, now, rank = False, time.time(), 0.0
         while blocks and blocks[-1][0] > least and self.used > most:
             rank, block = blocks.pop()
             # Its use may have been announced since.
-            if not is_open or _open_ranks(state.uses[block : block + 1], now)[0] >= rank:
+            if not is_open or open_ranks(state.uses[block : block + 1], now)[0] >= rank:
                 found |= not self._evict_block(state, block)
         if blocks:
-            self._note(name, blocks[-1][0], blocks)
+            self._victims.note(name, blocks[-1][0], blocks)
         elif not found and (state.words != ABSENT).any():
-            self._note(name, rank)
+            self._victims.note(name, rank)
         return found
-
-    @staticmethod
-    def _first_to_go(state: BlockState, is_open: bool) -> list[tuple[float, int]]:
-        """Return rank and number of the blocks of an object that go first, the first one last."""
-        blocks = np.flatnonzero(state.words != ABSENT)
-        if not is_open:
-            # Blocks of an object that was opened longer ago are evicted sooner.
-            rank = _closed_rank(state.used_at)
-            return [(rank, block) for block in blocks[-MOST_RANKED:].tolist()]
-        ranks = _open_ranks(state.uses[blocks], time.time())
-        if len(blocks) > MOST_RANKED:
-            chosen = np.argpartition(ranks, -MOST_RANKED)[-MOST_RANKED:]
-            blocks, ranks = blocks[chosen], ranks[chosen]
-        order = np.argsort(ranks, kind="stable")
-        return list(zip(ranks[order].tolist(), blocks[order].tolist(), strict=True))
 
     def _evict_block(self, state: BlockState, block: int) -> bool:
         """Evict a block if it is there; return False if it is in use."""
@@ -636,59 +584,6 @@ class Store:
             size += self._index_size(state.directory)
             self._remove(state.directory)
             self._add(-size)
-
-    # ---- all objects ------------------------------------------------------------------------
-
-    @property
-    def _is_due(self) -> bool:
-        """Whether it is time to list objects."""
-        age = time.monotonic() - self._listed_at
-        due_s = max(self._again_s, LISTING_SHARE * self._listing_s)
-        return self._entries is not None or age > due_s
-
-    def _list(self) -> None:
-        """List some of the objects if it is time, unless another thread does. Without the lock of
-        the store: others may come and go meanwhile."""
-        if not self._listing.acquire(blocking=False):
-            return
-        try:
-            if not self._is_due:
-                return
-            begun = time.monotonic()
-            if self._entries is None:
-                self._entries, self._listing_s = self._every(), 0.0
-            part: list[tuple[str, float]] = []
-            with contextlib.suppress(OSError):  # no descriptor is left, say
-                part += itertools.islice(self._entries, LISTED)
-            with self._lock:
-                for name, rank in part:
-                    self._note(name, _UNKNOWN if name in self._open else rank)
-                now = time.monotonic()
-                self._listing_s += now - begun
-                if len(part) < LISTED:
-                    self._entries, self._listed_at, self._again_s = None, now, LISTED_S
-        finally:
-            self._listing.release()
-
-    def _every(self) -> Iterator[tuple[str, float]]:
-        """Yield name and rank of every object, as if none was open."""
-        with os.scandir(self._objects) as entries:
-            for entry in entries:
-                with contextlib.suppress(OSError):
-                    used_at = os.stat(os.path.join(entry.path, "state")).st_atime
-                    yield entry.name, _closed_rank(used_at)
-
-    def _note(self, name: str, rank: float, blocks: list[tuple[float, int]] | None = None) -> None:
-        """Note that no block of an object has a higher rank."""
-        known = self._victims.get(name)
-        if known is None and len(self._victims) >= self._most_victims:
-            return
-        self._victims[name] = _Victim(rank, blocks or [])
-        if known is None or known.rank != rank:
-            heappush(self._heap, (-rank, name))
-        if len(self._heap) > 2 * len(self._victims) + LISTED:
-            self._heap = [(-victim.rank, name) for name, victim in self._victims.items()]
-            heapify(self._heap)
 
     @contextlib.contextmanager
     def _state_of(self, name: str) -> Iterator[BlockState | None]:
@@ -719,24 +614,6 @@ class Store:
             stored.close()
         self._open.clear()
         self._victims.clear()
-        self._heap.clear()
-        self._entries = None
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-
-_UNKNOWN = float(1 << 40)
-"""A time beyond all announced uses."""
-
-
-def _closed_rank(used_at: float) -> float:
-    """Return the rank of blocks of an object that is not open: the longer ago it was opened, the
-    sooner they go."""
-    return 2 * _UNKNOWN - used_at
-
-
-def _open_ranks(uses: NDArray[np.uint32], now: float) -> Floats:
-    """Return the rank of blocks with these announced uses."""
-    ranks: Floats = np.where(uses > now, uses, _UNKNOWN).astype(np.float64)
-    return ranks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+import time
 import zlib
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from ffserve.server.reading.engines import Engines
 from ffserve.system.memfd import SharedMemory
 
 COUNT, SIZE, GOOD_PAGES = 60, 3000, 20
+STEP = 10
 MIB = 1 << 20
 
 
@@ -187,3 +189,37 @@ def test_chunks_submitted_to_a_broken_engine_raised_in_the_scheduler(tmp_path: P
         assert reading.events.breaks and reading.engines.broken
     reading.close()
     os.close(fd)
+
+
+def test_chunks_that_were_decoded_when_the_daemon_ended_were_an_internal_error(
+    tmp_path: Path,
+) -> None:
+    """Others, which waited for a thread, were handed to threads that had ended."""
+    path = str(tmp_path / "x.recordio")
+    with ffserve.create(path, max_chunk_size=SIZE) as writer:
+        for k in range(COUNT):
+            writer.write(bytes([k]) * (SIZE - 100))
+    fd = os.open(path, os.O_RDONLY)
+    shard = open_shard(fd, path)
+    assert isinstance(shard, ChunkedShard)
+    reading = Reading("threads")
+    directory, lengths = reading.directory, np.empty(COUNT, np.uint64)
+    shard.load(directory.offsets[reading.run], lengths, directory.checksums[reading.run])
+    directory.set_lengths(reading.base, lengths)
+    reading.add(fd, 0, int(shard.chunks.sizes.sum()), shard)
+    for first in range(0, COUNT, STEP):
+        reading.submit(first, first + STEP)
+    loader, raised = reading.engines._chunks, list[object]()
+    reading.loop.set_exception_handler(lambda _, what: raised.append(what))
+
+    def turn() -> None:
+        reading.loop.call_soon(reading.loop.stop)
+        reading.loop.run_forever()
+
+    until(lambda: turn() or bool(loader._read), "more chunks than threads have been read")
+    time.sleep(0.2)
+    reading.engines.close()
+    turn()
+    reading.loop.close()
+    os.close(fd)
+    assert not raised

@@ -263,7 +263,7 @@ def test_more_objects_than_are_remembered_are_evicted_all(directory: Path) -> No
     store.limit = store.used + (1 << 20)
     stored = store.open(identity(size=64 * BLOCK))
     for block in range(40):  # takes the room of 200 of them
-        assert fill(store, stored, block), block
+        until(lambda number=block: fill(store, stored, number), "the next ones are listed")
     assert store.used <= store.limit and len(store._victims) <= 40
 
 

@@ -110,7 +110,7 @@ class ChunkLoader:
         self._read_again = read_again
         self._waiting: dict[str, deque[tuple[Load, Device, list[_Block], int]]] = {}
         """Batches to be read, by user: load, device, blocks, size in bytes."""
-        self._reading: dict[EngineBatch, tuple[Load, ChunkBatch[_Block]]] = {}
+        self._reading: dict[EngineBatch, tuple[str, Load, ChunkBatch[_Block]]] = {}
         self._read: dict[str, deque[tuple[Load, ChunkBatch[_Block], float]]] = {}
         """Batches to be decoded, by user: load, chunks, end of the read."""
         self._raw_size: Counter[str] = Counter()
@@ -175,7 +175,7 @@ class ChunkLoader:
                 self._raw_size[user] += size
                 self.in_flight += 1
                 chunks = ChunkBatch(blocks, self._buffers)
-                self._reading[chunks.batch] = load, chunks
+                self._reading[chunks.batch] = user, load, chunks
                 self._submit(device, chunks.batch)
             if not waiting:
                 del self._waiting[user]
@@ -196,10 +196,10 @@ class ChunkLoader:
         found = self._reading.pop(batch, None)
         if found is None:
             return False
-        load, chunks = found
+        user, load, chunks = found
         begun = time.monotonic()
         load.read_s += begun - batch.begun
-        self._read.setdefault(_user_of(load), deque()).append((load, chunks, begun))
+        self._read.setdefault(user, deque()).append((load, chunks, begun))
         self._decode_next()
         return True
 
@@ -207,7 +207,7 @@ class ChunkLoader:
         """Let free threads decode, of the users with fewest threads first."""
         if self._pool is None:
             self._pool = thread_pool(THREADS + 1)
-        while self._read and self._decoders.total() <= THREADS:
+        while self._read and not self._ends and self._decoders.total() <= THREADS:
             user = min(self._read, key=self._decoders.__getitem__)
             if self._decoders[user] >= THREADS:
                 return
