@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from daemon import until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
