@@ -249,9 +249,9 @@ class BlockState:
         try:
             if self.words[block] == RESERVED and self._is_claimed(block):
                 return False
-            self.words[block] = ABSENT
-            moved += np.uint64(1)
             with open(os.path.join(self.directory, "data"), "rb+", buffering=0) as data:
+                self.words[block] = ABSENT
+                moved += np.uint64(1)
                 punch(data.fileno(), block * self.block_size, self.held(block))
         finally:
             lock(self.fd, fcntl.F_UNLCK, PINS + block)

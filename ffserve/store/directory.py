@@ -150,6 +150,9 @@ class Store:
         self._lock = threading.RLock()
         self._open: dict[str, StoredObject] = {}
         self._victims = Victims(self._objects, self._lock, self._open.__contains__, most_victims)
+        self._asked_at = 0.0
+        """When the call began that takes a step. It lists the objects once more at most, since
+        those that other processes have open rank too high whenever they are listed."""
         self._fd = -1
         try:
             self._set_up()
@@ -486,9 +489,10 @@ class Store:
 
         Args: step: is called with whether it is the first one.
         """
-        count = 0
+        count, asked_at = 0, time.monotonic()
         while count < most:
             with self._alone():
+                self._asked_at = asked_at
                 answer = step(count == 0)
             if answer is not None:
                 return answer
@@ -525,7 +529,8 @@ class Store:
                 break
             if self._victims.best <= least:
                 self._victims.exhausted()
-                outcome = None if self._victims.is_due else False
+                again = self._victims.is_due and self._victims.listed_at < self._asked_at
+                outcome = None if again else False
                 break
             taken = self._victims.take()
             if taken is None:

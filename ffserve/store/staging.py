@@ -190,9 +190,12 @@ class Staging:
                 if self._is_there(item):  # another run has just finished it
                     self._advance(item.identity.size)
                     return False
-                if _copied(note, opened.stored.path):
+                copied = _copied(note, opened.stored.path)
+                if copied:
                     self._advance(item.identity.size)
                 else:
+                    if copied is not None:  # blocks that were there were written over
+                        self._fetcher.repair(opened, np.arange(opened.stored.count))
                     self._fetch(opened)
                 lock(opened.stored.state.fd, fcntl.F_WRLCK, _FINISH, wait=True)
                 if not self._is_there(item):
@@ -320,18 +323,21 @@ def _remove_old(notes: str) -> None:
             shutil.rmtree(entry.path, ignore_errors=True)
 
 
-def _copied(note: int, to: str) -> bool:
-    """Copy the file of a note; return False if that fails, or it is not what was staged."""
+def _copied(note: int, to: str) -> bool | None:
+    """Copy the file of a note. Return False if that failed or the file changed meanwhile, None if
+    nothing was written because there is no such file, or it is not what was staged."""
+    copied: bool | None = None
     facts, flags = _read(note), os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with contextlib.suppress(KeyError, OSError):
         source = os.open(str(facts["path"]), os.O_RDONLY | flags)
         with open(source, "rb") as file, open(to, "rb+") as copy:
             if not _fits(facts, os.fstat(source)):
-                return False
+                return None
+            copied = False
             if not copy_range(source, copy.fileno(), 0, os.fstat(source).st_size):
                 shutil.copyfileobj(file, copy)
-            return _fits(facts, os.fstat(source))
-    return False
+            copied = _fits(facts, os.fstat(source))
+    return copied
 
 
 def _facts(status: os.stat_result) -> Facts:

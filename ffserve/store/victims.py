@@ -74,7 +74,8 @@ class Victims:
         self._listing = threading.Lock()
         self._entries: Iterator[tuple[str, float]] | None = None
         """The rest of the objects that are being listed."""
-        self._listed_at, self._again_s = -math.inf, LISTED_S
+        self.listed_at, self._again_s = -math.inf, LISTED_S
+        """When the latest listing ended."""
         self._listing_s = 0.0
         """The time that the latest listing took."""
 
@@ -89,7 +90,7 @@ class Victims:
     @property
     def is_due(self) -> bool:
         """Whether it is time to list objects."""
-        age = time.monotonic() - self._listed_at
+        age = time.monotonic() - self.listed_at
         due_s = max(self._again_s, LISTING_SHARE * self._listing_s)
         return self._entries is not None or age > due_s
 
@@ -138,7 +139,7 @@ class Victims:
                 now = time.monotonic()
                 self._listing_s += now - begun
                 if len(part) < LISTED:
-                    self._entries, self._listed_at, self._again_s = None, now, LISTED_S
+                    self._entries, self.listed_at, self._again_s = None, now, LISTED_S
         finally:
             self._listing.release()
 

@@ -322,6 +322,7 @@ class Scheduler:
 
     def _prefetch(self, now: float) -> None:
         """Read for announced jobs."""
+        self._cache.allocator.emptied, self._cache.allocator.most_emptied = 0, math.inf
         while self._reads < self._most_reads // 2:
             load = self.prefetcher.next_load(now)
             if load is None:
@@ -359,12 +360,15 @@ class Scheduler:
             return False
         return turns.failed_after == self._cache.release_count or not self._order.has_little(turns)
 
-    def _must_wait(self, turns: UserTurns, favoured: SampleRequest | None) -> bool:
-        """Whether one of several users has used more than others with runnable requests, and these
-        do not wait for it."""
+    def _must_wait(self, turns: UserTurns, favoured: SampleRequest | None, now: float) -> bool:
+        """Whether a blocked user has used more than others who can have a turn now."""
+        order, since = self._order, turns.blocked[0].blocked_since
         if favoured is not None and favoured.owner.user is turns.user:
             return False
-        return bool(self._order.runnable) and not self._order.share.is_due(turns.user)
+        if order.share.is_due(turns.user) or (since is not None and now >= since + GIVE_UP_S):
+            return False
+        others = (each for user, each in order.runnable.items() if user is not turns.user)
+        return any(order.may_read(each) and order.may_pass(each, favoured) for each in others)
 
     def _turn(self, request: SampleRequest, now: float) -> bool:
         """Advance a request; return True when it needs no further turn for now."""
@@ -478,7 +482,7 @@ class Scheduler:
         favoured = self._order.favoured(blocked, now)
         for turns in sorted(blocked, key=lambda each: self._order.share.used(each.user)):
             if self._order.active > 1 and (
-                self._is_futile(turns, now) or self._must_wait(turns, favoured)
+                self._is_futile(turns, now) or self._must_wait(turns, favoured, now)
             ):
                 continue
             waiting = turns.blocked

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import logging
 import os
@@ -503,5 +504,21 @@ def _is_of_this_machine(host: str) -> bool:
         ipaddress.ip_address(name)
         return True
     name = name.removesuffix(".")
-    known = "", "localhost", socket.gethostname().lower()
-    return name in known or name.endswith(".localhost")
+    known = {"", "localhost", socket.gethostname().lower()}
+    return name in known or name.endswith(".localhost") or name in _names_of_loopback()
+
+
+@functools.lru_cache(1)
+def _names_of_loopback() -> frozenset[str]:
+    """Return the names that this machine has for itself, such as its name with its domain."""
+    names: set[str] = set()
+    with (
+        contextlib.suppress(OSError),
+        open("/etc/hosts", encoding="utf-8", errors="replace") as file,
+    ):
+        for line in file:
+            address, *others = line.partition("#")[0].split() or [""]
+            with contextlib.suppress(ValueError):
+                if ipaddress.ip_address(address).is_loopback:
+                    names.update(map(str.lower, others))
+    return frozenset(names)
