@@ -307,7 +307,8 @@ class Reader(BaseReader):
     async def sizes(self, indices: Any = None) -> Int64s:
         """Return lengths in bytes, int64[n], as `ffserve.Reader.sizes`; None for all."""
         numbers = self._numbers_or_all(indices)
-        return await self._retrying(lambda state, source: state.sizes(source, numbers))
+        with self._by_index():
+            return await self._retrying(lambda state, source: state.sizes(source, numbers))
 
     async def _leave_out_damaged(self) -> None:
         bad: dict[int, FFServeError] = {}

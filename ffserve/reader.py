@@ -298,7 +298,7 @@ class BaseReader:
         """Keep and return the names of all samples. Args: batch, failed: of `_folders`."""
         raise_first(failed)
         samples, by_number, directories = iter(batch), dict[int, str](), set[str]()
-        tables: list[tuple[int, dict[str, list[Any]]]] = []
+        labels: dict[str, dict[int, Any]] = {}
         for shard in shards:
             if self._ends_with_names(shard):
                 count = shard.count - 1
@@ -310,14 +310,12 @@ class BaseReader:
                         by_number[shard.first + node] = "/".join(parts)
                     else:
                         directories.add("/".join(parts))
-                tables.append((shard.first, table))
-        self._directories = sorted(directories)
-        self._labels = {name: {} for _, table in tables for name in table}
-        for first, table in tables:
-            for name, values in table.items():
-                self._labels[name].update(enumerate(values, first))
-        self._names = [by_number.get(number, "") for number in self._all_numbers().tolist()]
-        return self._names
+                for name, values in table.items():
+                    labels.setdefault(name, {}).update(enumerate(values, shard.first))
+        names = [by_number.get(number, "") for number in self._all_numbers().tolist()]
+        self._directories, self._labels = sorted(directories), labels
+        self._names = names  # last: other threads that see them take the labels, too
+        return names
 
     def _labels_of(self, indices: Any) -> list[dict[str, Any]]:
         """Return the labels. The names were read before."""
@@ -364,7 +362,8 @@ class BaseReader:
         """Return the arguments of `SampleSource.announce`. Raises: as `Reader.announce`."""
         numbers = self._numbers(order)
         epoch = check_count("epoch", epoch)
-        check_order(numbers, self._request.count, name, replacement)
+        with self._by_index():
+            check_order(numbers, self._request.count, name, replacement)
         return numbers, epoch, name, replacement
 
     def __getstate__(self) -> dict[str, Any]:
@@ -987,6 +986,10 @@ class StreamReader(Reader):
     def _all_numbers(self) -> Int64s:
         self.open_by_index()
         return super()._all_numbers()
+
+    def _numbers_or_all(self, indices: Any) -> Int64s | None:
+        self.open_by_index()
+        return super()._numbers_or_all(indices)
 
     @property
     def source(self) -> str:

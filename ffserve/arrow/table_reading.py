@@ -35,7 +35,7 @@ from ffserve.dtypes import Bytes
 from ffserve.engine import codec
 from ffserve.engine.codec import FRAME_HEADER_SIZE, FRAME_SIZE, checksums
 from ffserve.engine.example import ExampleRecords
-from ffserve.errors import FFServeError, FormatError, UsageError
+from ffserve.errors import FFServeError, FormatError, UsageError, outside
 from ffserve.formats.base import CHECKSUM_CRC32C, HEAD_SIZE, ReadAt
 from ffserve.store.public import ObjectVersion, RangedObject, parsed
 from ffserve.system.socket_path import find_socket
@@ -361,13 +361,20 @@ def count(table: RecordTable, piece: FilePiece) -> int:
         return piece.stop - piece.start
     _check_format(table.format, piece)
     with _reader(table, piece) as reader:
-        return len(_rows_of(piece, reader))
+        return len(_rows_of(table, piece, reader))
 
 
-def _rows_of(piece: FilePiece, reader: Reader) -> range:
-    """Return the samples of a piece."""
-    count = len(reader)
-    return range(piece.start, count if piece.stop is None else min(piece.stop, count))
+def _rows_of(table: RecordTable, piece: FilePiece, reader: Reader) -> range:
+    """Return the samples of a piece.
+
+    Raises: SampleIndexError: the file has lost samples since it was divided.
+    """
+    count, stop = len(reader), piece.stop
+    if stop is None or (table.format == "ffrecord" and stop == count + 1):  # names are no sample
+        stop = count
+    if stop > count:
+        raise outside(stop - 1, count).located(path=piece.path)
+    return range(piece.start, stop)
 
 
 def _as_binary(records: ExampleRecords, place: Place) -> Any:
@@ -495,7 +502,7 @@ def _by_index(
 ) -> Iterator[Numbered]:
     damaged: list[FFServeError] = []
     with _reader(table, piece) as reader:
-        chosen = np.array(_rows_of(piece, reader), np.int64)
+        chosen = np.array(_rows_of(table, piece, reader), np.int64)
         for first, batch, failed in reader.scan(chosen, count=BATCH_COUNT, size=BATCH_SIZE):
             if failed and not table.skip:
                 raise failed[min(failed)]

@@ -300,16 +300,20 @@ class FileReader:
         return indices
 
     def get_offsets(self, file_index: int) -> NDArray[np.int64]:
-        """Return the offsets of the samples of one file, followed by the size of the file.
+        """Return the offsets of the samples of one file, followed by the end of the last one: the
+        size of the file, or the offset of a packed folder's names where these are no sample.
 
         Args:    file_index: position in ``fnames``.
         Returns: int64[N+1], owned by the caller.
         """
         reader, k = self._open(), self._file_index(file_index)
-        starts = reader.tables(k)[0]
+        starts, sizes, _ = reader.tables(k)
+        shard = reader.shards[k]
         offsets = np.empty(len(starts) + 1, np.int64)
         offsets[:-1] = starts
-        offsets[-1] = reader.shards[k].size
+        offsets[-1] = shard.size
+        if shard.format == "ffrecord" and len(starts):
+            offsets[-1] = int(starts[-1]) + int(sizes[-1])
         return offsets
 
     def get_checksums(self, file_index: int) -> NDArray[np.uint32]:

@@ -26,6 +26,13 @@ DEPTH_MAX = 400
 """Directories are nested at most this deep; the original's pickling fails at about this depth as
 well."""
 
+NAME_LENGTH_MAX, PATH_LENGTH_MAX = 255, 4096
+"""Characters of a file name and of a path. Linux has these limits for bytes (NAME_MAX, PATH_MAX),
+and NTFS for UTF-16 units, which are no fewer than characters."""
+TOTAL_LENGTH_MAX = 64 << 20
+"""All paths together have at most this many characters and PATH_LENGTH_MAX more per file. Without
+the bound an index of 1 MB that repeats memoized names has 40 GB of paths."""
+
 _DAMAGED = "the file is damaged or hostile: restore it from a copy"
 
 Folder = OrderedDict[str, Any]
@@ -271,15 +278,20 @@ class _Machine:
 
 
 def _check(structure: Any, count: int) -> None:
-    """Check the tree: no loops, no shared directories, no names outside of it, no bad indices."""
+    """Check the tree: no loops, no shared directories, no names outside of it, no bad indices, and
+    no more text in all paths than files have."""
     if type(structure) is not OrderedDict:
         raise FormatError("invalid folder index: the top is not a directory", hint=_DAMAGED)
     seen = {id(structure)}
-    level = [structure]
+    level, left = [(structure, 0)], TOTAL_LENGTH_MAX + PATH_LENGTH_MAX * count
     for _ in range(DEPTH_MAX + 1):
         below = []
-        for folder in level:
+        for folder, above in level:
             for name, value in folder.items():
+                length = above + len(name)
+                left -= length
+                if len(name) > NAME_LENGTH_MAX or length > PATH_LENGTH_MAX or left < 0:
+                    raise FormatError("invalid folder index: its names are too long", hint=_DAMAGED)
                 if name in ("", ".", "..") or "/" in name or "\0" in name:
                     raise FormatError(f"invalid folder index: name {name!r}", hint=_DAMAGED)
                 if type(value) is int:
@@ -292,7 +304,7 @@ def _check(structure: Any, count: int) -> None:
                     raise FormatError(f"invalid folder index: {name!r} occurs twice", hint=_DAMAGED)
                 else:
                     seen.add(id(value))
-                    below.append(value)
+                    below.append((value, length + 1))
         if not below:
             return
         level = below

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +24,8 @@ Columns = dict[str, list[Any]]
 _NAMES = ("name", "file_name")
 """The column with the names of the files; the second is that of Hugging Face's metadata files."""
 _MOST_NAMED = 3
+_INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
+_FLOAT = re.compile(_INTEGER.pattern + r"(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
 def encode(columns: Columns) -> bytes:
@@ -61,10 +65,12 @@ def read(path: str) -> dict[str, dict[str, Any]]:
 
     Args:    path: of a ``.csv``, ``.json`` or ``.parquet`` file. A column ``name`` (or
         ``file_name``) has the names of the files, parts joined by "/"; JSON may also be an object
-        of objects by name. In CSV a column is of integers or floats if all its values are.
+        of objects by name. In CSV a column is of integers or floats if all its values are, as 7,
+        -0.5 and 1e-3; else of texts, as 007 and 1_1.
     Returns: name → column → value.
-    Raises:  UsageError: another file, no names, a name that comes twice, a value that JSON cannot
-             hold. MissingFile, AccessDenied, ReadError.
+    Raises:  UsageError: another file, no names, a name that comes twice, a row of CSV with too few
+             or too many values, a value that JSON cannot hold. MissingFile, AccessDenied,
+             ReadError.
     """
     readers: dict[str, Callable[[str], list[Any]]] = {
         ".csv": _csv_rows,
@@ -92,23 +98,27 @@ def read(path: str) -> dict[str, dict[str, Any]]:
 def _by_name(rows: Iterable[Any], path: str) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
-        key = next((each for each in _NAMES if isinstance(row, dict) and each in row), None)
-        if key is None:
-            raise UsageError(
-                "the labels have no column with the names of the files",
-                path=path,
-                hint="call it 'name'; names are those below the packed directory, as cats/tom.jpg",
-            )
-        name = str(row[key])
+        name, labels = row if isinstance(row, tuple) else _parted(row, path)
         if name in found:
             raise UsageError(f"the name {name!r} comes twice", path=path)
-        found[name] = {column: value for column, value in row.items() if column != key}
-        for column, value in found[name].items():
+        found[name] = labels
+        for column, value in labels.items():
             _check(value, name, column, path)
     return found
 
 
-def _check(value: Any, name: str, column: Any, path: str) -> None:
+def _parted(row: Any, path: str) -> tuple[str, dict[str, Any]]:
+    key = next((each for each in _NAMES if isinstance(row, dict) and each in row), None)
+    if key is None:
+        raise UsageError(
+            "the labels have no column with the names of the files",
+            path=path,
+            hint="call it 'name'; names are those below the packed directory, as cats/tom.jpg",
+        )
+    return str(row[key]), {column: value for column, value in row.items() if column != key}
+
+
+def _check(value: Any, name: str, column: str, path: str) -> None:
     if isinstance(value, list):
         for each in value:
             _check(each, name, column, path)
@@ -118,34 +128,42 @@ def _check(value: Any, name: str, column: Any, path: str) -> None:
             path=path,
             hint="use integers, floats, texts, booleans, or lists of these",
         )
-    if not isinstance(column, str):
-        raise UsageError(f"{name!r} has more values than there are columns", path=path)
 
 
 def _csv_rows(path: str) -> list[dict[str, Any]]:
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        rows: list[dict[str, Any]] = list(csv.DictReader(file))
-    for column in rows[0] if rows else ():
-        values = [row[column] for row in rows]
-        if column in _NAMES or not all(isinstance(value, str) for value in values):
-            continue
-        for kind in (int, float):
-            try:
-                typed = list(map(kind, values))
-            except ValueError:
-                continue
-            for row, value in zip(rows, typed, strict=True):
-                row[column] = value
-            break
+        reader = csv.DictReader(file)
+        rows: list[dict[str, Any]] = []
+        for row in reader:
+            if None in row or None in row.values():
+                many = "more" if None in row else "fewer"
+                raise UsageError(
+                    f"line {reader.line_num} has {many} values than there are columns", path=path
+                )
+            rows.append(row)
+    for column in set(rows[0] if rows else ()) - set(_NAMES):
+        typed = _typed([row[column] for row in rows])
+        for row, value in zip(rows, typed, strict=True):
+            row[column] = value
     return rows
+
+
+def _typed(values: list[str]) -> Sequence[int | float | str]:
+    if all(map(_INTEGER.fullmatch, values)):
+        return list(map(int, values))
+    if all(map(_FLOAT.fullmatch, values)):
+        numbers = list(map(float, values))
+        if all(map(math.isfinite, numbers)):
+            return numbers
+    return values
 
 
 def _json_rows(path: str) -> list[Any]:
     with open(path, encoding="utf-8") as file:
-        content = json.load(file)
+        content = json.load(file, object_pairs_hook=lambda pairs: _unique(pairs, path))
     if isinstance(content, dict):
         return [
-            {"name": name, **(row if isinstance(row, dict) else {"label": row})}
+            (name, row if isinstance(row, dict) else {"label": row})
             for name, row in content.items()
         ]
     if not isinstance(content, list):
@@ -155,6 +173,15 @@ def _json_rows(path: str) -> list[Any]:
             hint='such as {"cats/tom.jpg": {"age": 3}}',
         )
     return content
+
+
+def _unique(pairs: list[tuple[str, Any]], path: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise UsageError(f"the name {name!r} comes twice", path=path)
+        found[name] = value
+    return found
 
 
 def _parquet_rows(path: str) -> list[dict[str, Any]]:

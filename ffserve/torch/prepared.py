@@ -337,7 +337,8 @@ class Preparer:
                 if self._shared is not None:
                     self._shared.close()
                 key, name = key_of(dataset)
-                self._shared = prepared_source(source, key, name, pieces, value)
+                shown = dataset.reader.sample_indices
+                self._shared = prepared_source(source, key, name, pieces, value, shown)
                 self._of = source
                 for epoch, order in self._orders.items():
                     self._announce(epoch, *order)

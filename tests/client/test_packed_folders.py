@@ -178,6 +178,33 @@ def test_errors_name_the_index_of_the_file(tree: Path) -> None:
         assert isinstance(error, FFServeError) and error.index == 17
 
 
+def test_errors_about_lengths_and_orders_named_the_sample_by_number(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / "tree" / name).mkdir(parents=True)
+        (tmp_path / "tree" / name / "x").write_bytes(name.encode() * 1000)
+    packed = pack([tmp_path / "tree"], tmp_path / "many", shards=2)
+    with ffserve.create(tmp_path / "c.recordio", max_chunk_size=100) as writer:
+        writer.write(b"c" * 1000)
+    content = bytearray((tmp_path / "c.recordio").read_bytes())
+    content[-5] ^= 1
+    (tmp_path / "c.recordio").write_bytes(content)
+    paths = [*packed.paths, tmp_path / "c.recordio"]
+
+    async def sizes() -> None:
+        async with ffserve.aio.open(paths, server="off") as reader:
+            await reader.sizes([2])
+
+    with ffserve.open(paths, server="off") as reader:
+        assert len(reader) == 3 and reader.sample_numbers([2]).tolist() == [4]
+        with pytest.raises(SampleIndexError, match="more than once") as twice:
+            reader.announce([0, 2, 2])
+        assert twice.value.index == 2
+        for call in (lambda: reader.sizes([2]), lambda: asyncio.run(sizes())):
+            with pytest.raises(FFServeError) as caught:
+                call()
+            assert caught.value.index == 2
+
+
 def test_remote_files(packed: Path) -> None:
     files = sorted(packed.iterdir()) if packed.is_dir() else [packed]
     with http_origin() as origin:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import sys
 from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +101,10 @@ def test_labels_that_do_not_fit(tree: Path) -> None:
         ("a.csv", "label,x\n1,2\n", "no column with the names"),
         ("a.csv", "name,x\na/0.txt,2\n", "4 files .*'a/1.txt'.* and 1 more.* without a label"),
         ("a.csv", "name,x\na/0.txt,2\na/0.txt,3\n", "'a/0.txt' comes twice"),
-        ("a.csv", "name,x\na/0.txt,2,3\n", "more values than"),
+        ("a.csv", "name,x\na/0.txt,2\na/1.txt,2,3\n", "line 3 has more values than"),
+        ("a.csv", "name,x,y\na/0.txt,2,3\na/1.txt,2\n", "line 3 has fewer values than"),
+        ("a.json", '{"a/0.txt": 1, "a/0.txt": 2}', "'a/0.txt' comes twice"),
+        ("a.json", '[{"name": "a/0.txt", "x": 1, "x": 2}]', "'x' comes twice"),
         ("a.json", "{", "cannot read the labels"),
         ("a.json", "3", "neither an object nor an array"),
         ("a.json", json.dumps({"a/0.txt": {"x": {"y": 1}}}), "is a dict, which cannot be stored"),
@@ -115,6 +121,55 @@ def test_labels_that_do_not_fit(tree: Path) -> None:
         assert reader.label_names == []
         with pytest.raises(UsageError, match=r"no labels.*pack --labels"):
             reader.labels([0])
+
+
+@pytest.mark.parametrize(
+    ("written", "typed"),
+    [
+        (["1_1", "11"], None),
+        (["007", "7"], None),
+        ([" 1", "1"], None),
+        (["1e400", "1e500"], None),
+        (["1.0", "nan"], None),
+        (["-7", "0"], [-7, 0]),
+        (["-0.5", "1e-3"], [-0.5, 1e-3]),
+    ],
+)
+def test_texts_that_python_takes_for_numbers_were_merged(
+    tmp_path: Path, written: list[str], typed: list[Any] | None
+) -> None:
+    rows = "".join(f"{k},{text}\n" for k, text in enumerate(written))
+    (tmp_path / "a.csv").write_text(f"name,x\n{rows}")
+    found = label_tables.read(str(tmp_path / "a.csv"))
+    assert [row["x"] for row in found.values()] == (typed or written)
+
+
+def test_a_label_called_name_replaced_the_name_of_the_file(tmp_path: Path) -> None:
+    rows = {"a/0.txt": {"name": "Tom", "age": 3}, "a/1.txt": {"name": "Tom", "age": 4}}
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    assert label_tables.read(str(tmp_path / "a.json")) == rows
+
+
+@pytest.fixture
+def hasty_threads() -> Iterator[None]:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("hasty_threads")
+def test_the_first_of_several_threads_saw_labels_without_values(tmp_path: Path) -> None:
+    columns = {f"x{k}": [k] * 300 for k in range(300)}
+    index = encode(OrderedDict((str(k), k) for k in range(300))) + label_tables.encode(columns)
+    with ffserve.create(tmp_path / "a.ffr") as writer:
+        for sample in [b"x"] * 300 + [index]:
+            writer.write(sample)
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(10):
+            with ffserve.open(tmp_path / "a.ffr", server="off") as reader:
+                asked = [threads.submit(reader.labels, [299]) for _ in range(8)]
+                assert all(None not in each.result()[0].values() for each in asked)
 
 
 def test_a_damaged_table_is_refused() -> None:

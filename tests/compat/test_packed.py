@@ -102,6 +102,21 @@ def endless() -> Any:
     return loop
 
 
+def nested(depth: int) -> Any:
+    tree: Any = OrderedDict(x=1)
+    for _ in range(depth):
+        tree = OrderedDict({"é" * 240: tree})
+    return tree
+
+
+def repeated() -> Any:
+    """Return 20,000 directories with paths of 3,770 characters."""
+    tree: Any = OrderedDict((str(k), OrderedDict()) for k in range(20_000))
+    for _ in range(15):
+        tree = OrderedDict({"n" * 250: tree})
+    return tree
+
+
 MAKE = b"\x8c\x0bcollections\x8c\x0bOrderedDict\x93)R"
 HOSTILE = {
     "calls a function": pickle.dumps(os.getpid),
@@ -122,6 +137,9 @@ HOSTILE = {
     "directory twice": pickle.dumps(shared()),
     "directory in itself": pickle.dumps(endless()),
     "too deep": pickled_program(MAKE, (b"\x8c\x01d" + MAKE) * 500, b"s" * 500),
+    "name of 256 characters": pickle.dumps(OrderedDict({"é" * 256: 1})),
+    "path of 4097 characters": pickle.dumps(nested(17)),
+    "75 MB of names in a small pickle": pickle.dumps(repeated()),
     "memo of 2 GiB entries": pickled_program(
         MAKE, b"r\xff\xff\xff\x7f", b"q\x01", b"X\xff\xff\xff\xff"
     ),
@@ -143,6 +161,12 @@ HOSTILE = {
 def test_an_index_that_does_something_else_is_refused(what: str) -> None:
     with pytest.raises(FormatError, match=r"index|directories"):
         decode(MAGIC + HOSTILE[what], 5)
+
+
+def test_the_longest_names_of_a_disk_are_read() -> None:
+    """NTFS has names of 255 characters, and more bytes."""
+    folder = OrderedDict({"\N{HIRAGANA LETTER A}" * 255: 0, "\udcff" * 255: 1, "d": nested(16)})
+    assert decode(encode(folder), 2) == folder
 
 
 @given(st.binary(max_size=200))
@@ -475,6 +499,13 @@ def test_other_files_are_not_packed_folders() -> None:
     for name in ("plain.ffr", "zero.ffr", "empties.ffr"):
         with pytest.raises(ValueError, match="not a packed folder"):
             PackedFolder(GOLDEN / name)
+
+
+def test_the_offsets_of_files_ended_with_those_of_the_names() -> None:
+    with ffserve.FileReader(GOLDEN / "packed.ffr") as whole:
+        offsets = whole.get_offsets(0).tolist()
+    with ffserve.FileReader.for_files(GOLDEN / "packed.ffr") as files:
+        assert files.n + 1 == whole.n and files.get_offsets(0).tolist() == offsets[:-1]
 
 
 def test_a_damaged_index_is_refused(tmp_path: Path) -> None:

@@ -346,6 +346,9 @@ def test_damaged_record_in_a_stream(tmp_path: Path) -> None:
         for _ in range(2):
             assert [sample.tobytes() for sample in reader] == 2 * intact
             assert [error.index for error in reader.damaged] == [7, 250, 307, 550]
+    with ffserve.open(path, on_error="skip") as reader:
+        for _ in range(2):  # the first call counted the damaged ones
+            assert reader.sizes().tolist() == [len(m) for m in intact]
     with ffserve.open(path, verify=False) as reader:
         assert len(list(reader)) == len(MANY)
 

@@ -25,6 +25,7 @@ from preparing import Prepared, digest, prepared
 import ffserve.client.daemon.preparing
 from ffserve.client.daemon.preparing import LOOKED_AT
 from ffserve.errors import FormatError, UsageError
+from ffserve.folders import pack
 from ffserve.protocol import MOST_CLAIMED
 from ffserve.torch import DataLoader, Dataset, EpochSampler, RawDataset, Subset
 from ffserve.torch.prepared import key_of, pieces, value
@@ -333,6 +334,7 @@ def test_prepare_that_raises(files: list[str], log: str) -> None:
 
 def test_a_preparation_of_chance_is_found_out(
     files: list[str],
+    tmp_path: Path,
     log: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -346,11 +348,14 @@ def test_a_preparation_of_chance_is_found_out(
             return data
 
     monkeypatch.setattr(ffserve.client.daemon.preparing, "CHECKED_EVERY", 1)
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "x").write_bytes(b"x")
+    files = [*pack([tmp_path / "tree"], tmp_path / "packed.ffr").paths, *files]
     one, other = Random(files, log), Random(files, log)
-    one[[1, 2, 3]]
+    one[[1]]
     with caplog.at_level(logging.WARNING, "ffserve"):
-        other[[1, 2, 3]]
-    assert "is not deterministic" in caplog.text
+        other[[1]]
+    assert "is not deterministic: it gave two results for sample 1;" in caplog.text
     count = len(prepared(log))
     other[[1, 2, 3]]
     one[[4, 5]]

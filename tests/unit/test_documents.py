@@ -430,7 +430,12 @@ def test_every_field_of_status_is_explained(tmp_path: Path) -> None:
             reader.announce(range(100))
             reader.read(range(10))
             prepared = prepared_source(
-                reader.current_source(), bytes(32), "n", lambda value: [value], bytes
+                reader.current_source(),
+                bytes(32),
+                "n",
+                lambda value: [value],
+                bytes,
+                reader.sample_indices,
             )
             assert prepared is not None
             assert prepared.values(np.arange(2), lambda indices: [b"x"] * 2) == [b"x"] * 2

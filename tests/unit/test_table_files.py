@@ -17,7 +17,7 @@ from ffserve.arrow import hive, table_reading
 from ffserve.arrow.staged_output import OutputJob
 from ffserve.arrow.table_reading import FilePiece, RecordTable
 from ffserve.arrow.table_writing import TableOutput, write_task
-from ffserve.errors import FFServeError, FormatError, UsageError
+from ffserve.errors import FFServeError, FormatError, SampleIndexError, UsageError
 
 FORMATS = ("tfrecord", "ffrecord", "recordio")
 SCHEMA = pa.schema([("id", pa.int64())])
@@ -49,6 +49,19 @@ def test_pieces_hold_each_record_once(tmp_path: Path, format: str) -> None:
         assert sum(table_reading.count(table, piece) for piece in pieces) == 500
         if limit > 1:
             assert [k for piece in pieces for k in ids(table, piece)] == list(range(500))
+
+
+@pytest.mark.parametrize("format", ("ffrecord", "recordio"))
+def test_a_file_that_lost_records_after_planning_gave_fewer_rows(
+    tmp_path: Path, format: str
+) -> None:
+    path, table = write(tmp_path / f"a.{format}", 500, format), RecordTable(format, "Example")
+    [file] = hive.find_files([str(path)])
+    last = list(table_reading.pieces_of(table, file, file.size // 4))[-1]
+    write(path, 490, format)
+    with pytest.raises(SampleIndexError, match="490 samples") as caught:
+        ids(table, last)
+    assert caught.value.path == str(path)
 
 
 @pytest.mark.check

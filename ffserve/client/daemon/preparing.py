@@ -57,6 +57,7 @@ class PreparedSource(DaemonSource):
     Args:
         source: the data set. key, name: of the preparation.
         pieces: the bytes of a result; value: the result that was made of bytes.
+        shown: the indices of samples in the user's data set, for messages.
     Raises: what the daemon answers to PREPARE; ServerUnavailable; OSError: no memory file.
     """
 
@@ -67,6 +68,7 @@ class PreparedSource(DaemonSource):
         name: str,
         pieces: Callable[[Any], Pieces],
         value: Callable[[Bytes], Any],
+        shown: Callable[[Int64s], Int64s],
     ) -> None:
         connection = source.blocking
         memory = os.memfd_create("ffserve-prepared", os.MFD_CLOEXEC)
@@ -85,6 +87,7 @@ class PreparedSource(DaemonSource):
         self._name = name
         self._pieces = pieces
         self._value = value
+        self._shown = shown
         self._putting = threading.Lock()
         """Held while the memory file is written to."""
         self._put_tags: list[int] = []
@@ -245,7 +248,7 @@ class PreparedSource(DaemonSource):
                 "%s is not deterministic: it gave two results for sample %d; its samples are "
                 "not shared any more",
                 self._name,
-                int(indices[k]),
+                int(self._shown(indices[k : k + 1])[0]),
             )
 
 
@@ -270,6 +273,7 @@ def prepared_source(
     name: str,
     pieces: Callable[[Any], Pieces],
     value: Callable[[Bytes], Any],
+    shown: Callable[[Int64s], Int64s],
 ) -> PreparedSource | None:
     """Return the prepared samples of a reader's source; None where they cannot be shared."""
     if not isinstance(source, DaemonSource) or not isinstance(source.connection, Connection):
@@ -277,7 +281,7 @@ def prepared_source(
     if not source.connection.handshake.shares_prepared:
         return None
     try:
-        return PreparedSource(source, key, name, pieces, value)
+        return PreparedSource(source, key, name, pieces, value, shown)
     except (FFServeError, OSError) as error:
         log.warning("prepared samples are not shared: %s", error)
         return None
