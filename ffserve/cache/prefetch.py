@@ -186,6 +186,7 @@ class Prefetcher:
             if (
                 cursor.windowed
                 and cursor.epoch == progress.epoch
+                and progress.order is not None
                 and len(cursor.window)
                 and cursor.window_end - cursor.window_count < progress.front
                 and not self._all_resident(progress, cursor)

@@ -222,6 +222,20 @@ def test_a_job_ahead_of_the_prefetcher_waits_for_its_window() -> None:
     node.directory.close()
 
 
+def test_a_window_whose_order_was_dropped_ended_the_daemon() -> None:
+    """The announcer had gone, and another process of the job asked for samples."""
+    node = Node(1000, epoch_order(COUNT, seed=3, epoch=0, window=1024), window_least_size=1 << 18)
+    node.prefetched()
+    node.evict_all()
+    node.prefetcher.next_load(1.0)
+    node.progress.asked(node.order[2036:2100], 1.0)
+    node.prefetcher.next_of_window("job", 1.0)
+    node.progress.asked(node.order[2100:2164], 1.0)
+    node.progress.silence()
+    assert node.prefetcher.next_of_window("job", 1.0) is None
+    node.directory.close()
+
+
 def test_a_job_hung_in_a_windowed_order_over_a_data_set_that_is_all_in_memory() -> None:
     """All samples were known to be there, and more of them were looked for."""
     node = Node(1000, epoch_order(COUNT, seed=3, epoch=0, window=1024), window_least_size=1 << 18)

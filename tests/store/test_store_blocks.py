@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from daemon import until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -264,7 +263,8 @@ def test_more_objects_than_are_remembered_are_evicted_all(directory: Path) -> No
     store.limit = store.used + (1 << 20)
     stored = store.open(identity(size=64 * BLOCK))
     for block in range(40):  # takes the room of 200 of them
-        until(lambda number=block: fill(store, stored, number), "the next ones are listed")
+        while not fill(store, stored, block):  # the next ones are listed
+            time.sleep(0.01)
     assert store.used <= store.limit and len(store._victims) <= 40
 
 
