@@ -27,7 +27,6 @@ from collections.abc import (
 )
 from typing import Any, Literal, TypeVar, overload
 
-from ffserve import folders as packed_folders
 from ffserve.client.announced import check_count
 from ffserve.client.failover import LoopSelector, OpenRequest, announce
 from ffserve.client.loop import Failed, LoopState, in_thread, loop_state
@@ -163,13 +162,14 @@ class Reader(BaseReader):
         return self._shown_shards(source.shards)
 
     async def _find_folders(self) -> None:
-        search = packed_folders.FolderSearch((await self._here().current()).shards)
+        search = self._folder_search(await self._here().current())
         if len(search.last):
             sizes = (await self._here().current()).estimate(search.last)
             unknown = await in_thread(lambda: search.look(sizes))
-            for number in unknown.tolist():
-                with contextlib.suppress(FFServeError):
-                    search.take(number, (await self.read([number]))[0])
+            reading = self._in_order(unknown, READ_AHEAD_COUNT, READ_AHEAD_SIZE)
+            async with contextlib.aclosing(reading) as answers:
+                async for answer in answers:
+                    search.take(*answer)
             self._hide_folders(search.found)
 
     async def names(self) -> list[str]:

@@ -270,6 +270,10 @@ class BaseReader:
 
     # ---- packed folders -------------------------------------------------------------------
 
+    def _folder_search(self, source: SampleSource) -> packed_folders.FolderSearch:
+        versions = self._request.identities
+        return packed_folders.FolderSearch(source.shards, source.states, versions)
+
     def _hide_folders(self, found: list[int]) -> None:
         """Hide the samples with names."""
         self._folders = np.unique(np.array(found, np.int64))
@@ -410,14 +414,13 @@ class Reader(BaseReader, Sequence[Bytes]):
             raise
 
     def _find_folders(self) -> None:
-        search = packed_folders.FolderSearch(self._selector.current().shards)
+        search = self._folder_search(self._selector.current())
         if len(search.last):
             unknown = search.look(self._estimates_of(search.last))
-            if len(unknown):
-                batch, failed = self._retrying(lambda source: self._batch(source, unknown))
-                for k, number in enumerate(unknown.tolist()):
-                    if k not in failed:
-                        search.take(number, batch[k])
+            reading = self._in_order(unknown, READ_AHEAD_COUNT, READ_AHEAD_SIZE)
+            with contextlib.closing(reading) as answers:
+                for answer in answers:
+                    search.take(*answer)
             self._hide_folders(search.found)
 
     def _set_up(self) -> None:

@@ -546,7 +546,7 @@ def source_over(
     request.served_by = connection.path
     try:
         source = DaemonSource(connection, opened, request.paths)
-        source.replaceable = request.optional
+        source.replaceable, source.identities = request.optional, request.states
         return source
     except BaseException:
         connection.close_dataset(opened.dataset)

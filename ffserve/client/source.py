@@ -207,6 +207,11 @@ class SampleSource(Protocol):
         """The files, in order."""
         ...
 
+    @property
+    def states(self) -> Int64s:
+        """The local files when they were opened, as of `contents_of`, a row for each file."""
+        ...
+
     def sizes(self, indices: Int64s | None) -> Int64s:
         """Return lengths in bytes; reads what must be read to know them.
 

@@ -87,6 +87,11 @@ def stat_fds(fds: Int32s) -> tuple[States, OSError | None]:
     return states[:done], _error(code) if done < len(fds) else None
 
 
+def contents_of(states: np.ndarray[Any, Any]) -> Int64s:
+    """Return int64[n, 3]: sizes, mtimes and ctimes, of which one differs if the content does."""
+    return np.stack([states[name].astype(np.int64) for name in ("size", "mtime", "ctime")], axis=1)
+
+
 def open_paths(paths: Sequence[str], flags: int) -> tuple[Int32s, OSError | None]:
     """Open the first files; return their descriptors.
 

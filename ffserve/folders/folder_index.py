@@ -63,6 +63,16 @@ def is_index(head: bytes) -> bool:
     return head[: len(MAGIC)] == MAGIC and len(head) > len(MAGIC)
 
 
+def check_size(size: int, path: str | None = None) -> None:
+    """Raise FormatError if a folder index has too many bytes."""
+    if size > SIZE_MAX:
+        raise FormatError(
+            f"the folder index has {size} bytes, more than the limit of {SIZE_MAX}",
+            path=path,
+            hint="the file is damaged, or pack the folder into more shards",
+        )
+
+
 def walk(folder: Folder, recursive: bool) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield (parts of the name, node), depth first, without recursive calls."""
     stack: list[tuple[tuple[str, ...], Iterator[tuple[str, Any]]]] = [((), iter(folder.items()))]
@@ -118,11 +128,7 @@ def decode_labelled(
 
 def _decoded(sample: bytes | memoryview, count: int) -> tuple[Folder, bytes]:
     """Return the folder, and the bytes behind the pickle."""
-    if len(sample) > SIZE_MAX:
-        raise FormatError(
-            f"the folder index has {len(sample)} bytes, more than the limit of {SIZE_MAX}",
-            hint="the file is damaged, or pack the folder into several shards",
-        )
+    check_size(len(sample))
     machine = _Machine(bytes(sample[len(MAGIC) :]))
     try:
         structure: Folder = machine.run()

@@ -65,8 +65,9 @@ def pack(
             ``Reader.labels`` returns.
         progress: called with the samples and bytes done since the last call.
     Returns: the written files, and the number and total size of the packed files.
-    Raises:  UsageError: an input cannot be packed, there is no file, or ``out`` exists. ReadError,
-             AccessDenied: reading or writing failed. No file is left behind.
+    Raises:  UsageError: an input cannot be packed, there is no file, ``out`` exists, or a shard has
+             more than 1 GiB of names and labels. ReadError, AccessDenied: reading or writing
+             failed. No file is left behind.
     Cost:    one pass over the files, in pieces of 8 MiB.
     """
     if shards < 1 or jobs < 1:
@@ -237,6 +238,13 @@ def write_shard(
     index = folder_index.encode(tree.structure())
     if tree.labels:
         index += label_tables.encode(tree.labels)
+    if len(index) > folder_index.SIZE_MAX:
+        raise UsageError(
+            f"the names and labels have {len(index)} bytes, more than the limit of "
+            f"{folder_index.SIZE_MAX} in one file",
+            path=out,
+            hint="pack into more shards (--shards)",
+        )
     count, width = tree.count, len(str(tree.count))
     total = reported = reported_bytes = 0
     with create(out, format="ffrecord", n=count + 1) as writer:

@@ -1,8 +1,10 @@
 """Packed folders among record files: found by the last sample's size, then by its first bytes.
 
-A folder index has at least four bytes per file, so most other files are told apart by their tables
-alone. Of the rest the first bytes of the last sample are read, which in FFRecord ends with its
-file; the checksum is compared when the names are read.
+A folder index has at least four bytes per file, which tells many other files apart by their tables
+alone. No size is too large: directories without files and labels are not bounded by the number of
+samples. So of the rest the first bytes of the last sample are read, which in FFRecord ends with its
+file, of remote files by ranges; the checksum is compared when the names are read. Every process
+decides alike: what cannot be read is an error at opening, never a sample.
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ import numpy as np
 
 from ffserve.disk.files import REGULAR_FLAGS
 from ffserve.dtypes import Bools, Bytes, Int64s
-from ffserve.engine.many_files import close_fds, open_paths, read_pieces
-from ffserve.folders.folder_index import MAGIC, SIZE_MAX, is_index
+from ffserve.engine.many_files import close_fds, contents_of, open_paths, read_pieces, stat_fds
+from ffserve.errors import FFServeError, raise_first
+from ffserve.folders.folder_index import MAGIC, check_size, is_index
+from ffserve.store.origin import ObjectVersion
+from ffserve.store.ranges import RangedObject, bytes_of
 from ffserve.store.urls import is_url
 
 HEAD_SIZE = 16
@@ -33,64 +38,113 @@ def may_be_indices(sizes: Int64s, counts: Int64s) -> Bools:
 
     Args: sizes: of the last samples. counts: of the samples in their files.
     """
-    return (sizes >= _FIXED_SIZE + _ITEM_SIZE * (counts - 1)) & (sizes <= SIZE_MAX)
+    return sizes >= _FIXED_SIZE + _ITEM_SIZE * (counts - 1)
 
 
-def are_indices(paths: Sequence[str], sizes: Int64s, ends: Int64s) -> list[bool | None]:
+def are_indices(paths: Sequence[str], sizes: Int64s, states: Int64s) -> list[bool | None]:
     """Return whether the last samples of local files are folder indices; None: this process cannot
-    read it.
+    read it, or the file is not the one that was opened.
 
-    Args: sizes: of the last samples, at least HEAD_SIZE. ends: sizes of the files.
+    Args: sizes: of the last samples, at least HEAD_SIZE. states: of the files when they were
+        opened, as of `contents_of`.
     """
     found: list[bool | None] = []
     while len(found) < len(paths):
         part = slice(len(found), len(found) + _AT_ONCE)
-        some = _first_ones(paths[part], sizes[part], np.ascontiguousarray(ends[part]))
+        some = _first_ones(paths[part], sizes[part], states[part])
         found += some
         if len(some) < len(paths[part]):
             found.append(None)
     return found
 
 
-def _first_ones(paths: Sequence[str], sizes: Int64s, ends: Int64s) -> list[bool | None]:
+def _first_ones(paths: Sequence[str], sizes: Int64s, states: Int64s) -> list[bool | None]:
     """Return this for the files before the first one that cannot be read."""
+    ends = np.ascontiguousarray(states[:, 0])
     fds, _ = open_paths(paths, REGULAR_FLAGS)
     try:
         heads, got, _ = read_pieces(fds, ends[: len(fds)], HEAD_SIZE, (ends - sizes)[: len(fds)])
+        now, _ = stat_fds(fds[: len(got)])
     finally:
         close_fds(fds)
     begun = (heads[:, : len(MAGIC)] == _MAGIC).all(axis=1).tolist()
-    read = (got == HEAD_SIZE).tolist()
+    same = (contents_of(now) == states[: len(now)]).all(axis=1)
+    read = ((got[: len(now)] == HEAD_SIZE) & same).tolist()
     return [begins if there else None for begins, there in zip(begun, read, strict=False)]
+
+
+def _are_remote_indices(
+    versions: Sequence[ObjectVersion], sizes: Sequence[int]
+) -> list[bool | None]:
+    """Return this for remote files."""
+    begins = [version.size - size for version, size in zip(versions, sizes, strict=True)]
+    heads = [
+        RangedObject(version).ask(begin, begin + HEAD_SIZE)
+        for version, begin in zip(versions, begins, strict=True)
+    ]
+    found: list[bool | None] = []
+    for head in heads:
+        try:
+            found.append(is_index(bytes_of(head)))
+        except FFServeError:  # the source may have it, or says why not
+            found.append(None)
+    return found
 
 
 class FolderSearch:
     """Finds the folder indices among the samples of a data set.
 
-    Args: shards: its files, as ``Reader.shards`` has them.
+    Args: shards: its files, as ``Reader.shards`` has them. states: of the local ones when they were
+        opened, as of `contents_of`, a row for each file. versions: of the remote ones, in order.
 
     last: numbers of the last samples of files that can be packed folders; ``look`` wants their
     sizes. found: numbers of folder indices.
     """
 
-    def __init__(self, shards: Iterable[Any]) -> None:
-        self._shards = [s for s in shards if s.format == "ffrecord" and s.count]
+    def __init__(
+        self, shards: Iterable[Any], states: Int64s, versions: Iterable[ObjectVersion]
+    ) -> None:
+        files = list(shards)
+        remote = [k for k, shard in enumerate(files) if is_url(shard.path)]
+        self._versions = dict(zip(remote, versions, strict=True))
+        rows = [k for k, shard in enumerate(files) if shard.format == "ffrecord" and shard.count]
+        self._rows, self._states = np.array(rows, np.int64), states
+        self._shards = [files[k] for k in rows]
         self.last = np.array([s.first + s.count - 1 for s in self._shards], np.int64)
         self.found: list[int] = []
 
     def look(self, sizes: Int64s) -> Int64s:
-        """Look at the local files; return the numbers of samples that have to be read as well."""
-        counts = np.array([shard.count for shard in self._shards], np.int64)
-        chosen = np.flatnonzero(may_be_indices(sizes, counts))
-        ends = np.array([shard.size for shard in self._shards], np.int64)
-        local = [k for k in chosen.tolist() if not is_url(self._shards[k].path)]
-        states = are_indices([self._shards[k].path for k in local], sizes[local], ends[local])
-        known = dict(zip(local, states, strict=True))
-        self.found = [int(self.last[k]) for k, state in known.items() if state]
-        unknown = np.array([known.get(k) is None for k in chosen.tolist()], np.bool_)
-        return self.last[chosen[unknown]]
+        """Look at the files; return the numbers of samples that have to be read as well.
 
-    def take(self, number: int, sample: Bytes) -> None:
-        """Take a sample that was read."""
-        if is_index(sample[:HEAD_SIZE].tobytes()):
-            self.found.append(number)
+        Raises: FormatError: a folder index is too large.
+        """
+        counts = np.array([shard.count for shard in self._shards], np.int64)
+        ends = np.array([shard.size for shard in self._shards], np.int64)
+        # A sample that a cut file does not have as a whole is damaged, and nothing else.
+        chosen = np.flatnonzero(may_be_indices(sizes, counts) & (sizes <= ends))
+        remote = np.isin(self._rows[chosen], list(self._versions))
+        near, far = chosen[~remote], chosen[remote]
+        paths = [self._shards[k].path for k in near.tolist()]
+        versions = [self._versions[k] for k in self._rows[far].tolist()]
+        states = are_indices(paths, sizes[near], self._states[self._rows[near]])
+        states += _are_remote_indices(versions, sizes[far].tolist())
+        looked_at = np.concatenate((near, far))
+        found = looked_at[[bool(state) for state in states]]
+        self._enter(found, sizes[found])
+        unknown: Int64s = self.last[looked_at[[state is None for state in states]]]
+        return np.sort(unknown)
+
+    def take(
+        self, numbers: Int64s, batch: Sequence[Bytes], failed: dict[int, FFServeError]
+    ) -> None:
+        """Take samples that were read. Raises: the first error: they cannot be told apart."""
+        raise_first(failed)
+        chosen = [is_index(sample[:HEAD_SIZE].tobytes()) for sample in batch]
+        sizes = np.array([len(sample) for sample in batch], np.int64)
+        self._enter(np.searchsorted(self.last, numbers[chosen]), sizes[chosen])
+
+    def _enter(self, found: Int64s, sizes: Int64s) -> None:
+        if len(found):
+            largest = int(sizes.argmax())
+            check_size(int(sizes[largest]), self._shards[int(found[largest])].path)
+            self.found += self.last[found].tolist()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
+import resource
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +17,15 @@ from origins import http_origin
 import ffserve
 from ffserve import PackedFolder
 from ffserve.dataset.layout import Numbering, Selection
-from ffserve.errors import ChecksumError, FFServeError, SampleIndexError, UsageError
-from ffserve.folders import pack
+from ffserve.errors import (
+    ChecksumError,
+    FFServeError,
+    FormatError,
+    ReadError,
+    SampleIndexError,
+    UsageError,
+)
+from ffserve.folders import FolderSearch, folder_index, pack
 from ffserve.folders.folder_index import MAGIC, encode
 from ffserve.folders.packed_files import may_be_indices
 
@@ -212,6 +221,90 @@ def test_remote_files(packed: Path) -> None:
         with ffserve.open(urls, server="off") as reader:
             assert len(reader) == 18 and reader.names == list(FILES)
             assert as_bytes(reader.read([17])) == [FILES["b/08.txt"]]
+
+
+def counts(path: str | Path) -> list[int]:
+    """Return how many samples the readers without a daemon show."""
+
+    async def count() -> int:
+        async with ffserve.aio.open(path, server="off") as reader:
+            return len(reader)
+
+    with ffserve.open(path, server="off") as reader:
+        return [len(reader), asyncio.run(count())]
+
+
+def test_damaged_names_are_names_wherever_they_are(tree: Path) -> None:
+    pack([tree], tree.parent / "one.ffr")
+    content = bytearray((tree.parent / "one.ffr").read_bytes())
+    content[-5] ^= 1
+    with http_origin() as origin:
+        url = origin.put("one.ffr", bytes(content))
+        assert counts(url) == [18, 18]  # it was 19: the names became a sample
+        with ffserve.open(url, server="off") as reader, pytest.raises(ChecksumError):
+            _ = reader.names
+
+
+def test_names_that_cannot_be_read_are_no_sample(tree: Path) -> None:
+    path = tree.parent / "one.ffr"
+    pack([tree], path)
+    with http_origin() as origin:
+        url = origin.put("one.ffr", path.read_bytes())
+        origin.refused_from = 1
+        with pytest.raises(FFServeError, match=r"one\.ffr"):
+            ffserve.open(url, server="off")
+        with pytest.raises(FFServeError, match=r"one\.ffr"):
+            asyncio.run(ffserve.aio.open(url, server="off").__aenter__())
+
+
+def test_of_large_remote_samples_the_first_bytes_are_read(tmp_path: Path) -> None:
+    with ffserve.create(tmp_path / "large.ffr") as writer:
+        writer.write(bytes(4 << 20))
+    with http_origin() as origin:
+        assert counts(origin.put("large.ffr", (tmp_path / "large.ffr").read_bytes())) == [1, 1]
+        assert origin.total < 1 << 20
+
+
+def test_a_process_without_descriptors_finds_the_names(tree: Path) -> None:
+    path = tree.parent / "many"
+    pack([tree], path, shards=4)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ffserve.open(path, server="off") as reader:
+        reader.read([0])  # has an engine
+        os.close(free := os.open(path, os.O_RDONLY))
+        # Four for the source; with the one that is left every second file is looked at.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 5, before[1]))
+        try:
+            with ffserve.open(path, server="off") as second:
+                assert len(second) == 18
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_file_that_was_replaced_is_left_to_the_source(tree: Path, server: str) -> None:
+    path = tree.parent / "one.ffr"
+    pack([tree], path)
+    with ffserve.open(path, server=server) as reader:
+        source = reader.current_source()
+        search = FolderSearch(source.shards, source.states, ())
+        sizes = source.estimate(search.last)
+        assert search.look(sizes).tolist() == [] and search.found == [18]
+        (tree.parent / "new.ffr").write_bytes(bytes(path.stat().st_size))
+        os.replace(tree.parent / "new.ffr", path)
+        search = FolderSearch(source.shards, source.states, ())
+        assert search.look(sizes).tolist() == [18] and search.found == []
+        with pytest.raises(ReadError, match="lost"):
+            search.take(search.last, [], {0: ReadError("lost")})
+
+
+def test_more_names_than_are_read_are_an_error(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack([tree], tree.parent / "one.ffr")
+    monkeypatch.setattr(folder_index, "SIZE_MAX", 100)
+    with pytest.raises(UsageError, match=r"more than the limit of 100 .*more shards"):
+        pack([tree], tree.parent / "two.ffr")
+    assert not (tree.parent / "two.ffr").exists()
+    with pytest.raises(FormatError, match=r"one\.ffr.*more than the limit of 100"):
+        ffserve.open(tree.parent / "one.ffr", server="off")
 
 
 def test_numberings() -> None:

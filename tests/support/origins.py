@@ -48,6 +48,8 @@ class HttpOrigin:
     """While it is set, no answer begins."""
     bodies: bool = True
     """Whether it sends any; else the files are there, and cannot be read."""
+    refused_from: int = 0
+    """Ranges that begin at this byte or behind it are refused, if it is not 0."""
     held: set[str] = field(default_factory=set)
     """Names of files whose bodies do not begin."""
     password: str = ""
@@ -136,6 +138,8 @@ class _Handler(BaseHTTPRequestHandler):
         if asked and origin.ranges:
             first, _, last = asked.removeprefix("bytes=").partition("-")
             begin, end, status = int(first), min(int(last) + 1, len(content)), 206
+        if body and origin.refused_from and begin >= origin.refused_from:
+            return self._refuse(404)
         end -= origin.short if body else 0
         self.send_response(status)
         if origin.etags:

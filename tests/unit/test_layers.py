@@ -35,7 +35,7 @@ LAYERS = {
     # the client
     "client": "_version limits protocol engine formats reads dataset disk system store",
     "reader": "formats dataset disk client store folders",
-    "aio": "dataset client reader folders",
+    "aio": "dataset client reader",
     # inputs of programs
     "inputs": "order formats disk store ffserve",
     # tables

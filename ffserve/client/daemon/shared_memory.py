@@ -28,6 +28,7 @@ from ffserve.client.source import Batch, Indices, Leased, Target, arrays_of, che
 from ffserve.dataset.layout import Layout, ShardInfo, combined_fingerprint
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.engine.arrays import integers, separate
+from ffserve.engine.many_files import contents_of
 from ffserve.engine.shm import Located, MappedView
 from ffserve.errors import (
     ArenaBusyError,
@@ -86,6 +87,8 @@ class DaemonSource:
         self.description = f"daemon {connection.path}"
         self.statistics = ClientStatistics(connection, opened.dataset)
         self.closed = False
+        self.identities = b""
+        """Of the files, as OPEN had them."""
         self.replaceable = False
         """Whether a request ends at its first ArenaError, since the reader can read without the
         daemon; else every error is one of its sample."""
@@ -126,6 +129,11 @@ class DaemonSource:
             rows = zip(paths, names, counts, firsts, sizes, fingerprints, strict=True)
             self._shards = [ShardInfo(*row) for row in rows]
         return self._shards
+
+    @property
+    def states(self) -> Int64s:
+        """As of `SampleSource`."""
+        return contents_of(np.frombuffer(self.identities, protocol.IDENTITY_DTYPE))
 
     @property
     def look_due(self) -> bool:

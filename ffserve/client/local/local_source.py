@@ -196,6 +196,12 @@ class LocalSource:
         return self._samples.lengths[chosen].astype(np.int64)
 
     @property
+    def states(self) -> Int64s:
+        """As of `SampleSource`."""
+        states = [(state.size, state.mtime_ns, state.ctime_ns) for state, _ in self._states]
+        return np.array(states, np.int64)
+
+    @property
     def share(self) -> float:
         """Of the data that is read through the page cache."""
         return self._files.share
