@@ -271,7 +271,8 @@ class BaseReader:
     # ---- packed folders -------------------------------------------------------------------
 
     def _folder_search(self, source: SampleSource) -> packed_folders.FolderSearch:
-        versions = self._request.identities
+        # A daemon fetches for all; what a job asked an origin for would be fetched once more.
+        versions = () if source.description.startswith("daemon") else self._request.identities
         return packed_folders.FolderSearch(source.shards, source.states, versions)
 
     def _hide_folders(self, found: list[int]) -> None:

@@ -95,7 +95,8 @@ class FolderSearch:
     """Finds the folder indices among the samples of a data set.
 
     Args: shards: its files, as ``Reader.shards`` has them. states: of the local ones when they were
-        opened, as of `contents_of`, a row for each file. versions: of the remote ones, in order.
+        opened, as of `contents_of`, a row for each file. versions: of the remote ones, in order;
+        empty: these are read through their source.
 
     last: numbers of the last samples of files that can be packed folders; ``look`` wants their
     sizes. found: numbers of folder indices.
@@ -106,7 +107,7 @@ class FolderSearch:
     ) -> None:
         files = list(shards)
         remote = [k for k, shard in enumerate(files) if is_url(shard.path)]
-        self._versions = dict(zip(remote, versions, strict=True))
+        self._remote, self._versions = np.array(remote, np.int64), list(versions)
         rows = [k for k, shard in enumerate(files) if shard.format == "ffrecord" and shard.count]
         self._rows, self._states = np.array(rows, np.int64), states
         self._shards = [files[k] for k in rows]
@@ -122,12 +123,16 @@ class FolderSearch:
         ends = np.array([shard.size for shard in self._shards], np.int64)
         # A sample that a cut file does not have as a whole is damaged, and nothing else.
         chosen = np.flatnonzero(may_be_indices(sizes, counts) & (sizes <= ends))
-        remote = np.isin(self._rows[chosen], list(self._versions))
+        remote = np.isin(self._rows[chosen], self._remote)
         near, far = chosen[~remote], chosen[remote]
         paths = [self._shards[k].path for k in near.tolist()]
-        versions = [self._versions[k] for k in self._rows[far].tolist()]
         states = are_indices(paths, sizes[near], self._states[self._rows[near]])
-        states += _are_remote_indices(versions, sizes[far].tolist())
+        if self._versions:
+            places = np.searchsorted(self._remote, self._rows[far]).tolist()
+            versions = [self._versions[k] for k in places]
+            states += _are_remote_indices(versions, sizes[far].tolist())
+        else:
+            states += [None] * len(far)
         looked_at = np.concatenate((near, far))
         found = looked_at[[bool(state) for state in states]]
         self._enter(found, sizes[found])

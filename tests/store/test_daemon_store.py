@@ -24,7 +24,6 @@ from ffserve.cache.orders import AnnouncedOrder
 from ffserve.client import failover
 from ffserve.config import ServerConfig
 from ffserve.errors import AccessDenied, FFServeError, ReadError
-from ffserve.folders.packed_files import HEAD_SIZE
 from ffserve.server.files.remote import RemoteShard
 from ffserve.server.reading import fetches
 from ffserve.server.sessions.state import ServerState
@@ -404,7 +403,7 @@ def test_blocks_that_came_damaged_are_fetched_again_once(
             assert plain(reader.read(range(100))) == samples
         assert origin.wrong == {place: 0}
         # Its sample lies in one block, or two.
-        assert origin.total <= len(content) + 2 * BLOCK + HEAD_SIZE
+        assert origin.total <= len(content) + 2 * BLOCK
 
 
 @pytest.mark.parametrize("kind", [0, 3])
@@ -424,7 +423,7 @@ def test_a_block_that_is_damaged_at_the_origin_is_asked_for_twice_and_no_more(
                     got = reader.read(range(100), errors="return")
                     bad = [k for k, sample in enumerate(got) if isinstance(sample, FFServeError)]
                     assert 0 < len(bad) < 100
-        assert origin.total <= len(content) + 2 * BLOCK + 2 * HEAD_SIZE
+        assert origin.total <= len(content) + 2 * BLOCK
 
 
 def test_without_a_daemon_that_has_a_store_ranges_are_read_and_it_is_said_once(

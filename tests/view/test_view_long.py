@@ -217,9 +217,12 @@ def test_a_user_mounts_by_the_setuid_program(tmp_path: Path, place: Path) -> Non
             done = subprocess.run(["cat", place / "shards/a.ffr"], capture_output=True)
             assert b"Permission denied" in done.stderr, "root has no right to see it"
         until(lambda: os.listdir(place) == [], "it is unmounted")
-        words = [*AS_NOBODY, sys.executable, "-m", "ffserve", "mount", "--allow-other", place, path]
+        words = [*AS_NOBODY, sys.executable, "-m", "ffserve", "mount", "--allow-other", place]
         if "\nuser_allow_other" not in Path("/etc/fuse.conf").read_text():
-            refused = subprocess.run(words, capture_output=True, text=True)
+            with tempfile.TemporaryDirectory() as folder:  # which everybody may read
+                os.chmod(folder, 0o755)
+                shown = shutil.copy(path, folder)
+                refused = subprocess.run([*words, shown], capture_output=True, text=True)
             assert refused.returncode == 2 and "user_allow_other" in refused.stderr
     finally:
         os.chmod("/dev/fuse", mode)

@@ -70,7 +70,7 @@ class Sftp(Scheme):
     def connect(self, url: str, options: Options) -> tuple[Any, str]:
         paramiko = importlib.import_module("paramiko")
         logger = logging.getLogger("paramiko")
-        if logger.level == logging.NOTSET:  # it logs the errors that it raises, with tracebacks
+        if not logger.isEnabledFor(logging.INFO):  # it logs errors that it raises, with tracebacks
             logger.setLevel(logging.CRITICAL)
         usual: Options = {"look_for_keys": False, "allow_agent": False, "timeout": self.connect_s}
         parts = urlsplit(url)
