@@ -301,7 +301,7 @@ def test_rows_of_five_partition_columns_were_in_each_others_directories() -> Non
     random = np.random.default_rng(0)
     names = [f"k{k}" for k in range(5)]
     batch = pa.RecordBatch.from_pydict({k: random.permutation(8192).astype(str) for k in names})
-    found = [(row, place) for place, rows in _groups(batch, names) for row in rows.tolist()]
+    found = [(row, place) for place, rows in _groups(batch, names, names) for row in rows.tolist()]
     assert sorted(found) == [
         (row, "/".join(f"{k}={value}" for k, value in values.items()))
         for row, values in enumerate(batch.to_pylist())

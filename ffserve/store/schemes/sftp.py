@@ -18,6 +18,9 @@ from ffserve.store.schemes.base import (
     refuse_others,
 )
 
+if not logging.getLogger("paramiko").level:  # it logs errors that it raises, with tracebacks
+    logging.getLogger("paramiko").setLevel(logging.CRITICAL)
+
 MOST_KEYS = 8
 """Private keys of one user that are tried."""
 
@@ -69,9 +72,6 @@ class Sftp(Scheme):
 
     def connect(self, url: str, options: Options) -> tuple[Any, str]:
         paramiko = importlib.import_module("paramiko")
-        logger = logging.getLogger("paramiko")
-        if not logger.isEnabledFor(logging.INFO):  # it logs errors that it raises, with tracebacks
-            logger.setLevel(logging.CRITICAL)
         usual: Options = {"look_for_keys": False, "allow_agent": False, "timeout": self.connect_s}
         parts = urlsplit(url)
         for name in ("username", "password", "port"):
