@@ -43,6 +43,8 @@ class BlockInflater:
         self._c = ffi.new("ffs_inflater *")
         _check(lib.ffs_inflate_begin(self._c, compression == "gzip"))
         self._end = weakref.finalize(self, lib.ffs_inflate_end, self._c)
+        # When the process ends, a thread may still be in `run`, which needs what this would free.
+        self._end.atexit = False
 
     @property
     def used(self) -> int:
