@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import gzip
 import json
+import subprocess
+import sys
 import tracemalloc
 import zlib
 from collections.abc import Iterator
@@ -534,3 +536,26 @@ def test_marks_never_outgrow_their_room() -> None:
     why, marks = inflater.run(memoryview(content), out)
     assert why == inflater.MORE and 2 <= len(marks) <= 3000 // 256 + 1
     assert (np.diff(marks["out"].astype(int)) >= 256).all()
+
+
+IN_THREADS = """
+import threading, time, zlib
+import numpy as np
+from ffserve.engine.inflate import BlockInflater
+chance = np.random.default_rng(0)
+data = memoryview(zlib.compress(chance.integers(0, 8, 16 << 20, np.uint8).tobytes(), 1))
+def decode():
+    out = np.empty(32 << 20, np.uint8)
+    while True:
+        BlockInflater("zlib").run(data, out)
+for _ in range(4):
+    threading.Thread(target=decode, daemon=True).start()
+time.sleep(0.3)
+"""
+
+
+@pytest.mark.check
+def test_a_process_that_ended_freed_what_its_threads_were_decoding_with() -> None:
+    """A daemon that was stopped while files were opened: malloc(): list corrupted."""
+    done = subprocess.run([sys.executable, "-c", IN_THREADS], capture_output=True, timeout=60)
+    assert done.returncode == 0, (done.returncode, done.stderr)
