@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from daemon import Daemon, run_python, sample, serving, write
+from daemon import Daemon, run_python, sample, serving, until, write
 from test_threats import ALICE, BOB, becoming, read_by
 
 import ffserve
@@ -46,7 +46,9 @@ def folder(request: pytest.FixtureRequest) -> Iterator[Path]:
         try:
             yield place
         finally:
-            subprocess.run(["umount", str(place)], check=True)
+            # The kernel gives up the files of a ring a moment after its process has ended.
+            unmount = ["umount", str(place)]
+            until(lambda: subprocess.run(unmount, check=False).returncode == 0, "nobody uses it")
 
 
 def clone(source: Path, target: Path) -> None:

@@ -49,9 +49,9 @@ def wait_turn() -> int:
     if not failed:
         return 0
     wait_s = min(FIRST_WAIT_S * 2 ** (failed - 1), MOST_WAIT_S)
-    notify(f"STATUS=start {failed + 1} follows in {wait_s:g} s: the last {failed} failed")
     before = signal.signal(signal.SIGTERM, _end)
     try:
+        notify(f"STATUS=start {failed + 1} follows in {wait_s:g} s: the last {failed} failed")
         _wait(time.monotonic() + wait_s)
     finally:
         signal.signal(signal.SIGTERM, before)
