@@ -27,6 +27,11 @@ from benchmarks.harness.cgroup import NoCgroup, limited
 from ffserve.engine.io import probe
 from ffserve.errors import ChecksumError, printable
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).parents[2]
 NOBODY = 65_534
 ALICE = 61_001
@@ -442,6 +447,37 @@ def test_settings_with_which_the_service_cannot_start(doctor: Doctor, place: Pat
     change, _ = diagnosis.findings["settings-unusable"]["commands"]
     subprocess.run(change, shell=True, check=True)
     found(doctor(faults=[service, without]), "io_uring-filtered")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# nothing",
+        "[store]\ncommon = []\nsize = 'auto'\n",
+        "depth = 7\n\n  [store]\ncommon = []",
+        "roots = [\n  '/data',  # ]\n  '/a\\b',\n]\ndepth = 7\n[store]\ncommon = []\n",
+        "roots = ['/data']\nfile_systems = ['fuse', 0x1234]\nstore.common = []\n",
+    ],
+)
+def test_a_setting_is_changed_in_its_own_table(doctor: Doctor, place: Path, text: str) -> None:
+    """What else the file says stays, even if a table or no line break is its end."""
+    settings, lower, upper = place / "x.toml", place / "lower", place / "upper"
+    for folder in (lower, upper, place / "data"):
+        folder.mkdir()
+    write(upper / "a.ffr", [b"x"])
+    settings.write_text(text)
+    overlay = ["mount", "none", f"{place}/data", "overlay", f"lowerdir={upper}:{lower}"]
+    diagnosis = doctor(place / "data", faults=[["service", str(settings)], overlay])
+    before = tomllib.loads(text)
+    changes = {"data-file-system": {"file_systems": [*before.get("file_systems", []), "overlay"]}}
+    if "roots" in before:
+        changes["data-outside-roots"] = {"roots": [*before["roots"], str(place / "data")]}
+    assert set(changes) <= set(diagnosis.findings)
+    for name, change in changes.items():
+        settings.write_text(text)
+        command, _ = diagnosis.findings[name]["commands"]
+        subprocess.run(command, shell=True, check=True)
+        assert tomllib.loads(settings.read_text()) == {**before, **change}
 
 
 def test_packages_that_the_settings_need(doctor: Doctor, place: Path) -> None:
