@@ -39,6 +39,7 @@ GROUP = 61_500
 AS_NOBODY = [["user", NOBODY]]
 FRAGMENTED = "its memory is fragmented"
 SYSCTL = "/proc/sys/kernel/io_uring_disabled"
+CONTAINERENV = "/run/.containerenv"
 CLOCKSOURCE = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="makes users, mounts, control groups")
@@ -514,16 +515,32 @@ def test_what_only_one_user_may_read_is_open_to_all(doctor: Doctor) -> None:
         assert "settings-open" not in doctor("--socket", daemon.socket).findings
 
 
+@pytest.mark.parametrize(
+    ("made", "again", "groups"),
+    [
+        (
+            [["variable", "KUBERNETES_SERVICE_HOST", "x"]],
+            "kubectl -n ffserve rollout restart",
+            f"supplementalGroups: [{GROUP}]",
+        ),
+        (
+            [["own_mounts"], ["mount", "none", "/run", "tmpfs", ""], ["write", CONTAINERENV, ""]],
+            "podman run IMAGE",
+            f"podman run --group-add {GROUP} ",
+        ),
+    ],
+    ids=["kubernetes", "podman"],
+)
 def test_in_a_container_nothing_ends_it_and_groups_are_given_from_outside(
-    doctor: Doctor, daemon: Daemon, place: Path
+    doctor: Doctor, daemon: Daemon, place: Path, made: list[list[str]], again: str, groups: str
 ) -> None:
-    inside = [["contained"], ["variable", "KUBERNETES_SERVICE_HOST", "x"]]
+    inside = [*made, ["contained"]]
     write(place / "a.ffr", [b"x"])
     everything = doctor(place, "--socket", daemon.socket, faults=inside).text
-    assert "data-outside-roots" in everything and "rollout restart" in everything
+    assert "data-outside-roots" in everything and again in everything
     with listening(place / "s", 0o660, GROUP) as path:
         member = doctor("--socket", path, faults=[*inside, *AS_NOBODY])
-        assert f"supplementalGroups: [{GROUP}]" in member.commands("group-member")
+        assert groups in member.commands("group-member")
         everything += member.text
     assert not re.search("--handover|su -c|usermod", everything)
 
