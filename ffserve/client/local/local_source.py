@@ -586,9 +586,7 @@ class LocalSource:
             self._closed = True
 
     def _release(self) -> None:
-        """Give back files and memory: these refer to this source, so that all it has, tables and
-        decoded chunks, would stay until Python looks for cycles, which a reading job seldom causes.
-        """
+        """Give back files and memory, even if the caller keeps the source."""
         self._engine = None
         self._windows = None
         del self._chunk_cache
