@@ -158,6 +158,7 @@ def _served(case: Case, path: str, answer: dict[str, Any], kind: str) -> Iterato
             effect,
             case.setting("roots", names, "--root", folder),
         )
+    known = {each: name for name, each in USER_FILE_SYSTEMS.items()}
     served = number in FILE_SYSTEMS.values() or number in case.settings.file_systems
     # A daemon takes all files of its own user; and overlays of its own mounts, which the service
     # does not see.
@@ -165,8 +166,10 @@ def _served(case: Case, path: str, answer: dict[str, Any], kind: str) -> Iterato
         case.process.uid == os.geteuid() or (kind == "overlay" and not case.host.container)
     )
     if not served and not own:
-        names = {number: name for name, number in USER_FILE_SYSTEMS.items()}
-        given = [f'"{names[n]}"' if n in names else f"{n:#x}" for n in case.settings.file_systems]
+        given = [
+            f'"{known[each]}"' if each in USER_FILE_SYSTEMS.values() else f"{each:#x}"
+            for each in case.settings.file_systems
+        ]
         kinds = ", ".join([*given, f'"{kind}"'])
         yield Finding(
             "data-file-system",
