@@ -109,8 +109,8 @@ class Breaker:
                 if not error.again:
                     raise error.error from error.__cause__
                 if time.monotonic() + wait > deadline:
-                    tried = _tried(error.error, count, time.monotonic() - begun)
-                    raise tried from error.__cause__
+                    last = tried(error.error, count, time.monotonic() - begun)
+                    raise last from error.__cause__
                 time.sleep(wait)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
             except BaseException:
@@ -140,7 +140,7 @@ class Breaker:
                 deadline = min(deadline, self._since + self._patience_s)
                 if now >= deadline:
                     assert self._last is not None
-                    raise _tried(self._last, self._failures, now - self._since)
+                    raise tried(self._last, self._failures, now - self._since)
                 until = deadline if self._probing else min(self._next, deadline)
                 self._changed.wait(max(until - now, 0.001))
             return False
@@ -166,7 +166,7 @@ class Breaker:
             self._changed.notify_all()
 
 
-def _tried(error: FFServeError, count: int, seconds: float) -> FFServeError:
+def tried(error: FFServeError, count: int, seconds: float) -> FFServeError:
     """Return an error that says how often a request was made before it was given up."""
     often = "once" if count == 1 else f"{count} times in {seconds:.0f} s"
     return type(error)(f"{error.message}; tried {often}", path=error.path, hint=error.hint)

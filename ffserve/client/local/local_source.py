@@ -586,7 +586,10 @@ class LocalSource:
             self._closed = True
 
     def _release(self) -> None:
+        """Give back files and memory, even if the caller keeps the source."""
         self._engine = None
+        self._windows = None
+        del self._chunk_cache
         self._files.close()
 
 
