@@ -76,9 +76,9 @@ def lock(fd: int, kind: int, first: int, count: int = 1, *, wait: bool = False) 
     return True
 
 
-def is_locked(fd: int, first: int, count: int = 1) -> bool:
+def is_locked(fd: int, place: int) -> bool:
     """Return whether a byte is locked through another opening of the file."""
-    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, first, count, 0)
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
     answer: bytes = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked)
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
