@@ -217,7 +217,7 @@ class BaseReader:
 
     @contextlib.contextmanager
     def _by_index(self) -> Iterator[None]:
-        """Have errors that name samples by number name them by index."""
+        """Let errors name a sample by its index, not by its number among all samples."""
         try:
             yield
         except FFServeError as error:

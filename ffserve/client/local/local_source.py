@@ -202,7 +202,7 @@ class LocalSource:
 
     @property
     def states(self) -> Int64s:
-        """As of `SampleSource`."""
+        """See `SampleSource.states`."""
         states = [(state.size, state.mtime_ns, state.ctime_ns) for state, _ in self._states]
         return np.array(states, np.int64)
 
