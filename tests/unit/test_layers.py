@@ -268,3 +268,36 @@ def test_folders_of_the_server_import_only_those_before_them() -> None:
     assert {*ROOMS, "__init__.py", "__pycache__"} >= {
         p.name for p in (PACKAGE / "server").iterdir()
     }
+
+
+TWO_FACES = {
+    "example ffrecord hf mixture recordio": "what users import, and what it stands on",
+    "public": "a door for guests",
+    "resize scrub": "a command, and what the daemon does for it",
+}
+"""Names of modules in two folders, and why."""
+
+
+def test_names_have_one_meaning_each() -> None:
+    classes: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, []).append(module)
+    twice = {name: found for name, found in classes.items() if len(found) > 1}
+    assert twice == {"Reader": ["ffserve.aio", "ffserve.reader"]}
+
+    folders: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        if path.name != "__init__.py":
+            folders.setdefault(path.stem, []).append(module)
+    names = {name for name, found in folders.items() if len(found) > 1}
+    assert names == {name for row in TWO_FACES for name in row.split()}
+
+
+def test_no_folder_has_more_than_fifteen_modules() -> None:
+    counts: dict[Path, int] = {}
+    for path in MODULES.values():
+        counts[path.parent] = counts.get(path.parent, 0) + 1
+    large = {folder for folder, count in counts.items() if count > 15}
+    assert large == {PACKAGE}  # its modules are what users import
