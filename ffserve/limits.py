@@ -152,8 +152,8 @@ OVERHEAD_SHARE = 8
 """The state of one object takes at most 1 part in OVERHEAD_SHARE of the store; a larger object is
 refused."""
 MOST_VICTIMS = 1 << 17
-"""Objects of the store that are remembered for eviction, 300 bytes each. Of more, those that are
-seen first are evicted first."""
+"""The store remembers this many objects for eviction, 300 bytes each. If it has more, those that
+were seen first are evicted first."""
 
 # ---- descriptors ------------------------------------------------------------------------------
 

@@ -72,7 +72,7 @@ MIN_BLOCKS = 8
 LOOKED_AT = 64
 """A step of an eviction looks at this many objects, which takes 10 ms."""
 MOST_STEPS, PAUSE_S = 16, 0.001
-"""After this many steps there is no room for a block; others take the lock in the pauses."""
+"""A block is refused after this many steps; other threads take the lock in the pauses between."""
 _HEAD = struct.Struct("<8sII36s")
 _MAGIC, _VERSION = b"ffstore\n", 1
 _STATE_SIZE = PAGE
@@ -151,8 +151,8 @@ class Store:
         self._open: dict[str, StoredObject] = {}
         self._victims = Victims(self._objects, self._lock, self._open.__contains__, most_victims)
         self._asked_at = 0.0
-        """When the call began that takes a step. It lists the objects once more at most, since
-        those that other processes have open rank too high whenever they are listed."""
+        """When the present call of `_in_steps` began. A call lists the objects at most once:
+        objects that other processes have open rank too high at each listing."""
         self._fd = -1
         try:
             self._set_up()
@@ -484,10 +484,10 @@ class Store:
     def _in_steps(
         self, step: Callable[[bool], _Answer | None], most: float = MOST_STEPS
     ) -> _Answer | None:
-        """Take steps until one has an answer, each under the lock of the store. None: none of
-        `most` steps has one.
+        """Take steps until one returns an answer, each under the lock of the store.
 
-        Args: step: is called with whether it is the first one.
+        Args: step: its argument says whether it is the first one.
+        Returns: None: none of `most` steps returned an answer.
         """
         count, asked_at = 0, time.monotonic()
         while count < most:
@@ -502,8 +502,8 @@ class Store:
         return None
 
     def _evict_some(self, first: bool) -> bool | None:
-        """Take a step to evict some blocks that nobody will use soon, or of which nobody knows it;
-        return whether any was evicted."""
+        """Take a step to evict some blocks without an announced use; return whether any was
+        evicted."""
         before = self.used
         most = max(before - MIN_BLOCKS * self.block_size, 0)
         outcome = self._evict(most, UNKNOWN - 1, first)
@@ -512,8 +512,8 @@ class Store:
     def _evict(self, most: float, use: float | None, first: bool) -> bool | None:
         """Take a step to evict until at most `most` bytes are in use.
 
-        Args: use: no block is evicted that is used sooner. first: objects are listed before if it
-            is time.
+        Args: use: blocks whose use is announced for an earlier time stay. first: the objects are
+            listed before, if it is time.
         Returns: whether so few are in use, and no more can be done; None: another step is needed.
         """
         if self.used <= most:

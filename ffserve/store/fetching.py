@@ -68,8 +68,8 @@ so its reader reads the bytes past the store. bytes: it was fetched, but could n
 
 
 class Patience(NamedTuple):
-    """For how long, and after which first pause, a failing origin is asked again. contact_s: one
-    that has never answered."""
+    """For how long a failing origin is asked again (contact_s: one that has never answered), and
+    the pause before the first repetition."""
 
     give_up_s: float = GIVE_UP_S
     contact_s: float = CONTACT_S

@@ -350,7 +350,7 @@ def attack(address: str, what: Callable[[socket.socket], object]) -> socket.sock
 
 @pytest.mark.check
 def test_hostile_clients_delay_nobody_and_are_closed(path: str) -> None:
-    patch = "import ffserve.server.status.http as http; http.REQUEST_TIMEOUT_S = 3.0"
+    patch = "import ffserve.server.status.http_server as http; http.REQUEST_TIMEOUT_S = 3.0"
     with measured(patch=patch) as (daemon, address), daemon.open(path) as reader:
         parse(ask(address)[2])
         before = daemon.socket_count()
