@@ -318,6 +318,11 @@ class StoredObject:
 
     # ---- pins and claims ------------------------------------------------------------------
 
+    @property
+    def pinned(self) -> NDArray[np.bool_]:
+        """Whether this process pins each block."""
+        return self._pins != 0
+
     def pin(self, blocks: Int64s) -> None:
         """Keep blocks, those that are there and those that come; `blocks` rise.
 
