@@ -38,7 +38,7 @@ from typing import TypeVar
 import numpy as np
 
 from ffserve.errors import AccessDenied, FFServeError, ReadError, UsageError
-from ffserve.limits import MOST_VICTIMS, OVERHEAD_SHARE
+from ffserve.limits import MOST_BLOCKS, MOST_VICTIMS, OVERHEAD_SHARE
 from ffserve.store import urls
 from ffserve.store.blocks import (
     ABSENT,
@@ -49,6 +49,7 @@ from ffserve.store.blocks import (
     UNCHECKED,
     BlockState,
     StoredObject,
+    block_count,
     boot_id,
     create,
     is_locked,
@@ -303,6 +304,14 @@ class Store:
                     f"an object of {identity.size} bytes is too large for the store",
                     path=urls.shown(identity.url),
                     hint="a larger limit of the store",
+                )
+            if block_count(identity.size, self.block_size) > MOST_BLOCKS:
+                most = MOST_BLOCKS * self.block_size
+                raise ReadError(
+                    f"an object of {identity.size} bytes is too large: a store keeps objects of "
+                    f"up to {most}",
+                    path=urls.shown(identity.url),
+                    hint="divide the data into more files",
                 )
             found = self._in_steps(lambda first: self._open_in(name, identity, first), math.inf)
             assert found is not None
