@@ -321,7 +321,8 @@ class StoredObject:
     @property
     def pinned(self) -> NDArray[np.bool_]:
         """Whether this process pins each block."""
-        return self._pins != 0
+        pinned: NDArray[np.bool_] = self._pins != 0
+        return pinned
 
     def pin(self, blocks: Int64s) -> None:
         """Keep blocks, those that are there and those that come; `blocks` rise.
