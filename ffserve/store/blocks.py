@@ -322,6 +322,12 @@ class StoredObject:
 
     # ---- pins and claims ------------------------------------------------------------------
 
+    @property
+    def pinned(self) -> NDArray[np.bool_]:
+        """Whether this process pins each block."""
+        pinned: NDArray[np.bool_] = self._pins != 0
+        return pinned
+
     def pin(self, blocks: Int64s) -> None:
         """Keep blocks, those that are there and those that come; `blocks` rise.
 

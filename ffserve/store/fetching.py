@@ -206,6 +206,11 @@ class Threads:
         self._numbers = itertools.count()
         self._count = self._idle = 0
 
+    @property
+    def queued_count(self) -> int:
+        """Tasks that wait for a thread."""
+        return len(self._waiting)
+
     def put(self, due: float, run: Callable[[], Any], future: Future[Any]) -> None:
         """Run a task after all tasks with an earlier time have begun. A future that runs already is
         left out, since a task may be put again with an earlier time."""
@@ -390,6 +395,10 @@ class Fetcher:
         """Whether a block is on its way, or will be."""
         with self._lock:
             return (opened.stored, block) in self._tasks
+
+    def queued_count(self, opened: OpenObject) -> int:
+        """Return how many calls of an object's origin wait for a thread."""
+        return self._of(opened).queued_count
 
     def wait(self, opened: OpenObject, block: int, future: Future[Outcome]) -> Outcome:
         """Return the outcome of a block that was asked for and is pinned. Raises: FFServeError."""

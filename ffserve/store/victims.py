@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.dtypes import Floats
-from ffserve.store.blocks import ABSENT, BlockState
+from ffserve.store.blocks import ABSENT, BlockState, StoredObject
 
 LISTED_S, AGAIN_S = 1.0, 0.1
 """A listing of the objects is renewed after LISTED_S, or after AGAIN_S if none of them had a block
@@ -158,9 +158,15 @@ class Victims:
         self._entries = None
 
 
-def first_to_go(state: BlockState, is_open: bool) -> list[tuple[float, int]]:
-    """Return rank and number of the blocks of an object that go first, the first one last."""
-    blocks = np.flatnonzero(state.words != ABSENT)
+def first_to_go(
+    state: BlockState, is_open: bool, stored: StoredObject | None
+) -> list[tuple[float, int]]:
+    """Return rank and number of the blocks of an object that go first, the first one last.
+
+    Args: stored: of this process, which pins none of them.
+    """
+    there = state.words != ABSENT
+    blocks = np.flatnonzero(there if stored is None else there & ~stored.pinned)
     if not is_open:
         # Blocks of an object that was opened longer ago are evicted sooner.
         rank = closed_rank(state.used_at)
