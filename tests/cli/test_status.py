@@ -116,9 +116,9 @@ def test_jobs_that_have_ended_are_one_line_below_those_that_run(path: str) -> No
         over = [Raw(daemon.socket, job=f"over {number}") for number in range(9)]
         for each in reversed(over):  # the first one is the last that asks for something
             each.open(path)
-        for left, each in zip(range(10, 1, -1), over, strict=True):
+        for ended, each in enumerate(over, 1):
             each.socket.close()
-            until(lambda: daemon.status()["clients"]["sessions"] == left, "it has ended")
+            until(lambda n=11 - ended: daemon.status()["clients"]["sessions"] == n, "it has ended")
         lines = text_of("status", "--socket", daemon.socket).splitlines()
         assert sum("running" in line for line in lines) >= 2
         (line,) = [line for line in lines if "over " in line]
