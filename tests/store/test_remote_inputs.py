@@ -161,7 +161,7 @@ def test_a_killed_run_is_continued(server: HttpOrigin, tmp_path: Path) -> None:
     first.communicate()
     assert os.listdir(tmp_path / "run" / "input") == [], "an incomplete file has no name"
     server.rate = 0
-    time.sleep(0.5)
+    until(lambda: not server.answering, "nothing is on its way to it")
     before = server.total
     assert (place(tmp_path / "run", url) / "a.bin").read_bytes() == content
     assert server.total - before <= len(content) - (4 << 22)
