@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import threading
 import time
@@ -74,7 +75,7 @@ class HttpOrigin:
         return f"{self.url}/{name}"
 
     def etag(self, name: str) -> str:
-        return f'"{hashlib.md5(self.files[name]).hexdigest()}"'
+        return _etag(self.files[name])
 
     def throttle(self, size: int) -> None:
         if rate := self.rate:
@@ -93,6 +94,11 @@ class HttpOrigin:
     @property
     def total(self) -> int:
         return sum(self.sent.values())
+
+
+@functools.lru_cache(maxsize=4)
+def _etag(content: bytes) -> str:
+    return f'"{hashlib.md5(content).hexdigest()}"'
 
 
 class _Handler(BaseHTTPRequestHandler):
