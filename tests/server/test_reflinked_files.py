@@ -152,6 +152,6 @@ except ffserve.ReadError as error:
     print(error)
 """
         said = run_python(becoming(ALICE) + program, daemon.socket, hostile).stdout
-        assert "4MiB of the file are stored: it has holes, blocks that are in it several" in said
+        assert "blocks that are in it several times" in said
         assert daemon.private_size() - before < 100 << 20
         assert read_by(daemon, honest, BOB) == TRUTH[:50]

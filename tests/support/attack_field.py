@@ -31,10 +31,12 @@ from typing import Any
 
 import attacks
 import numpy as np
-from attack_programs import SECRET
+from attack_programs import RESOLVER, SECRET
 from daemon import DEADLINE_S, Daemon, ready, started, until
 
 import ffserve
+from ffserve.store.directory import BLOCK_SIZE, Store
+from ffserve.store.origin import ObjectVersion
 
 HONEST, HOSTILE = 65_432, 65_433
 COUNTS = {
@@ -54,15 +56,18 @@ COUNTS = {
     "claims": 8,
     "small": 10,
     "namespaces": 40,
+    "bombs": 16,
     "distrust": 4,
     "names": 4,
     "sparse_index": 4,
     "tables": 4,
     "scans": 4,
     "index_cache": 2,
-    "bombs": 4,
     "open_files": 1,
     "origins": 2,
+    "hanging": 1,
+    "tiny": 2,
+    "rebinding": 2,
 }
 """Connections of each attack, or processes."""
 EXPECT = (
@@ -276,13 +281,16 @@ class Field:
         honest: Honest | None = None,
         promise: Promise = Promise(),
         idle_s: float = IDLE_S,
+        idle: np.ndarray | None = None,
     ) -> Iterator[None]:
         """Check the promise, and that the daemon lives, while the body attacks.
 
         Args: attack: as the table says it. idle_s: for so long the client is measured before.
+            idle: how long batches take without the attack, if that was measured.
         """
         honest = honest or self.honest
-        idle = honest.idle(idle_s)["batch"]
+        if idle is None:
+            idle = honest.idle(idle_s)["batch"]
         with self._watched() as sizes:
             begin = time.monotonic()
             yield
@@ -320,14 +328,18 @@ def title(kind: str) -> str:
 
 
 @contextlib.contextmanager
-def field(shards: int = 0, samples: int = attacks.SAMPLES, **options: Any) -> Iterator[Field]:
+def field(
+    shards: int = 0, samples: int = attacks.SAMPLES, objects: int = 0, **options: Any
+) -> Iterator[Field]:
     """Args: shards: files that `status` opens. samples: that the honest client reads, twice as many
-    as the arena holds. options: of `Daemon`."""
+    as the arena holds. objects: with which the store is full. options: of `Daemon`."""
     settings = ["--socket-mode", "0666", *options.pop("options", ())]
     expect = [*EXPECT, *options.pop("expect", ())]
-    made = Daemon(**{"arena": "32MiB", **options, "options": settings, "expect": expect})
+    options = {"arena": "32MiB", "patch": RESOLVER, **options}
+    made = Daemon(**{**options, "options": settings, "expect": expect})
     made.environment = environment_of(made.directory / "home")
-    made.command += ["--store-directory", str(made.directory / "store"), "--store-size", "256MiB"]
+    size = tiny_objects(made.directory / "store", objects) if objects else 256 << 20
+    made.command += ["--store-directory", str(made.directory / "store"), "--store-size", str(size)]
     with started(made) as daemon, contextlib.closing(Field(daemon, samples)) as found:
         many = found.folder / "many"
         many.mkdir()
@@ -336,6 +348,29 @@ def field(shards: int = 0, samples: int = attacks.SAMPLES, **options: Any) -> It
         for number in range(1, shards):
             shutil.copy(many / "0.ffr", many / f"{number}.ffr")
         yield found
+
+
+def tiny_objects(directory: Path, count: int, block_size: int = BLOCK_SIZE) -> int:
+    """Fill a store with objects of a few bytes that nobody has open; return the bytes it takes."""
+    store = Store(str(directory), None, block_size)
+    stored = store.open(ObjectVersion("http://origin/tiny", 100, '"1"', 1_700_000_000))
+    assert stored.claim(0) and store.reserve(stored, 0, None)
+    stored.publish(0, bytes(100))
+    stored.unclaim(0)
+    first = Path(stored.state.directory)
+    state, data = (first / "state").read_bytes(), (first / "data").read_bytes()
+    store.close(stored)
+    store.abandon()
+    for number in range(1, count):
+        made = directory / "objects" / f"{number:032x}"
+        made.mkdir()
+        (made / "state").write_bytes(state)
+        (made / "data").write_bytes(data)
+        os.utime(made / "state", (number, number))
+    store = Store(str(directory), None, block_size)
+    size = store.used
+    store.abandon()
+    return size
 
 
 def environment_of(home: Path) -> dict[str, str]:

@@ -169,9 +169,9 @@ class TableCharge:
             return error
         error = TablesFull(
             f"{tables}, but only {format_size(self._stored)} of the file are stored: it has "
-            f"holes, blocks that are in it several times, or samples that are nearly all equal. Tables of such files may take "
-            f"{format_size(MOST_UNBACKED)} for a user; {format_size(left[1] + self._unbacked)} are "
-            f"left for user {self.uid}",
+            f"holes, blocks that are in it several times, or samples that are nearly all equal. "
+            f"Tables of such files may take {format_size(MOST_UNBACKED)} for a user; "
+            f"{format_size(left[1] + self._unbacked)} are left for user {self.uid}",
             path=self._path,
             hint="write the file again without holes (cp --sparse=never), or close readers of "
             "such files; if it was just written, try again in a few seconds",
