@@ -15,7 +15,7 @@ from pathlib import Path
 
 import attacks
 import pytest
-from attack_field import ATTACKED_S, HONEST, HOSTILE, Field, field, python_of, title
+from attack_field import ATTACKED_S, HONEST, HOSTILE, Field, field, python_of
 from daemon import ready
 from origins import HttpOrigin, http_origin
 
@@ -41,11 +41,7 @@ def roomy() -> Iterator[Field]:
         yield made
 
 
-ELSEWHERE = "bombs", "tiny"
-"""Kinds that need another daemon."""
-
-
-@pytest.mark.parametrize("kind", [each for each in attacks.KINDS if each not in ELSEWHERE])
+@pytest.mark.parametrize("kind", [each for each in attacks.KINDS if each != "bombs"])
 def test_the_promise_holds(crowded: Field, kind: str) -> None:
     crowded.run(kind)
 
@@ -56,19 +52,6 @@ def test_large_chunks_that_are_decoded(roomy: Field) -> None:
 
 def served(origin: HttpOrigin, name: str, made: Field) -> str:
     return origin.put(name, Path(made.source).read_bytes())
-
-
-def test_a_remote_reader_in_a_store_of_tiny_objects() -> None:
-    """Both clients fetch all that they read, so the store evicts all the time."""
-    with field(objects=18_000) as made, http_origin() as origin:
-        begin = time.monotonic()
-        first = made.client(served(origin, "a.ffr", made))
-        time.sleep(ATTACKED_S)
-        idle = first.seconds(begin, time.monotonic())["batch"]
-        first.close()
-        other = made.client(served(origin, "b.ffr", made))
-        with made.attacked(title("tiny"), other, idle=idle), made.attacking("tiny"):
-            time.sleep(ATTACKED_S)
 
 
 ANNOUNCES = """
@@ -95,7 +78,7 @@ def test_what_one_user_announces_is_fetched_with_keys_of_that_user(
     with http_origin() as origin, contextlib.ExitStack() as stack:
         monkeypatch.setenv("AWS_ENDPOINT_URL", origin.url)
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-        common = ["--store-common", f"{origin.url}/bucket"]
+        common = ["--store-common", f"s3://bucket@{origin.url}"]
         made = stack.enter_context(field(options=common))
         urls = []
         for k in range(4):
@@ -110,5 +93,5 @@ def test_what_one_user_announces_is_fetched_with_keys_of_that_user(
         attack = "Orders of objects that another user has open, too, with other keys"
         with made.attacked(attack), ready(reading):
             time.sleep(ATTACKED_S)
-        asked = origin.asked[before:]
-        assert len(asked) > 100 and {who for who, *_ in asked} == {"hostile"}
+            asked = origin.asked[before:]
+            assert len(asked) > 10 and {who for who, *_ in asked} == {"hostile"}

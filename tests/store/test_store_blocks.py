@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from attack_field import tiny_objects
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -212,9 +211,26 @@ def test_objects_without_blocks_take_no_room_for_ever(directory: Path) -> None:
     assert store.used <= LIMIT and len(os.listdir(directory / "objects")) < 60
 
 
+def tiny_objects(directory: Path, count: int) -> None:
+    """Fill a store with objects of a few bytes that nobody has open."""
+    store = Store(str(directory), None, BLOCK)
+    stored = store.open(identity("tiny", 100))
+    assert fill(store, stored, 0)
+    first = Path(stored.state.directory)
+    state, data = (first / "state").read_bytes(), (first / "data").read_bytes()
+    store.close(stored)
+    store.abandon()
+    for number in range(1, count):
+        made = directory / "objects" / f"{number:032x}"
+        made.mkdir()
+        (made / "state").write_bytes(state)
+        (made / "data").write_bytes(data)
+        os.utime(made / "state", (number, number))
+
+
 def test_eviction_among_20_000_tiny_objects_looked_at_all_of_them(directory: Path) -> None:
     """Under the lock, whenever any object had been closed: a batch of 0.3 s took 7.0 s."""
-    tiny_objects(directory, 20_000, BLOCK)
+    tiny_objects(directory, 20_000)
     holds: list[int] = []
 
     def counting(event: str, arguments: tuple[object, ...]) -> None:
@@ -242,7 +258,7 @@ def test_eviction_among_20_000_tiny_objects_looked_at_all_of_them(directory: Pat
 
 
 def test_more_objects_than_are_remembered_are_evicted_all(directory: Path) -> None:
-    tiny_objects(directory, 300, BLOCK)
+    tiny_objects(directory, 300)
     store = Store(str(directory), None, BLOCK, most_victims=40)
     store.limit = store.used + (1 << 20)
     stored = store.open(identity(size=64 * BLOCK))

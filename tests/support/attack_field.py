@@ -35,8 +35,6 @@ from attack_programs import RESOLVER, SECRET
 from daemon import DEADLINE_S, Daemon, ready, started, until
 
 import ffserve
-from ffserve.store.directory import BLOCK_SIZE, Store
-from ffserve.store.origin import ObjectVersion
 
 HONEST, HOSTILE = 65_432, 65_433
 COUNTS = {
@@ -281,16 +279,13 @@ class Field:
         honest: Honest | None = None,
         promise: Promise = Promise(),
         idle_s: float = IDLE_S,
-        idle: np.ndarray | None = None,
     ) -> Iterator[None]:
         """Check the promise, and that the daemon lives, while the body attacks.
 
         Args: attack: as the table says it. idle_s: for so long the client is measured before.
-            idle: how long batches take without the attack, if that was measured.
         """
         honest = honest or self.honest
-        if idle is None:
-            idle = honest.idle(idle_s)["batch"]
+        idle = honest.idle(idle_s)["batch"]
         with self._watched() as sizes:
             begin = time.monotonic()
             yield
@@ -328,18 +323,15 @@ def title(kind: str) -> str:
 
 
 @contextlib.contextmanager
-def field(
-    shards: int = 0, samples: int = attacks.SAMPLES, objects: int = 0, **options: Any
-) -> Iterator[Field]:
+def field(shards: int = 0, samples: int = attacks.SAMPLES, **options: Any) -> Iterator[Field]:
     """Args: shards: files that `status` opens. samples: that the honest client reads, twice as many
-    as the arena holds. objects: with which the store is full. options: of `Daemon`."""
+    as the arena holds. options: of `Daemon`."""
     settings = ["--socket-mode", "0666", *options.pop("options", ())]
     expect = [*EXPECT, *options.pop("expect", ())]
     options = {"arena": "32MiB", "patch": RESOLVER, **options}
     made = Daemon(**{**options, "options": settings, "expect": expect})
     made.environment = environment_of(made.directory / "home")
-    size = tiny_objects(made.directory / "store", objects) if objects else 256 << 20
-    made.command += ["--store-directory", str(made.directory / "store"), "--store-size", str(size)]
+    made.command += ["--store-directory", str(made.directory / "store"), "--store-size", "256MiB"]
     with started(made) as daemon, contextlib.closing(Field(daemon, samples)) as found:
         many = found.folder / "many"
         many.mkdir()
@@ -348,29 +340,6 @@ def field(
         for number in range(1, shards):
             shutil.copy(many / "0.ffr", many / f"{number}.ffr")
         yield found
-
-
-def tiny_objects(directory: Path, count: int, block_size: int = BLOCK_SIZE) -> int:
-    """Fill a store with objects of a few bytes that nobody has open; return the bytes it takes."""
-    store = Store(str(directory), None, block_size)
-    stored = store.open(ObjectVersion("http://origin/tiny", 100, '"1"', 1_700_000_000))
-    assert stored.claim(0) and store.reserve(stored, 0, None)
-    stored.publish(0, bytes(100))
-    stored.unclaim(0)
-    first = Path(stored.state.directory)
-    state, data = (first / "state").read_bytes(), (first / "data").read_bytes()
-    store.close(stored)
-    store.abandon()
-    for number in range(1, count):
-        made = directory / "objects" / f"{number:032x}"
-        made.mkdir()
-        (made / "state").write_bytes(state)
-        (made / "data").write_bytes(data)
-        os.utime(made / "state", (number, number))
-    store = Store(str(directory), None, block_size)
-    size = store.used
-    store.abandon()
-    return size
 
 
 def environment_of(home: Path) -> dict[str, str]:

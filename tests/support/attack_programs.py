@@ -236,7 +236,7 @@ def hanging(path: str, folder: Path) -> Iterator[None]:
 
 
 def tiny(path: str, folder: Path) -> Iterator[None]:
-    """Objects of a few bytes without end, in a store that is full of 18,000 such objects."""
+    """Objects of a few bytes without end."""
     file = folder / "a.ffr"
     with ffserve.create(file, n=1) as writer:
         writer.write(b"x")
