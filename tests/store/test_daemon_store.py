@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -320,6 +321,33 @@ def test_orders_of_blocks_that_never_come_took_all_memory(
     until(lambda: not fetcher.queued_count(opened), "they are fetched")
     looking.close()
     fetcher.close(opened)
+    state.close()
+    store.abandon()
+
+
+def test_the_orders_of_one_user_held_up_those_of_all_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread looks ahead for all, and looked at all orders before it began again."""
+    store = Store(str(tmp_path / "blocks"), 1 << 30, BLOCK)
+    state = ServerState(ServerConfig(arena_size_bytes=16 << 20))
+    parts = Fetcher(store), state.memory.table, state.memory.directory
+    looking = fetches.Fetches(*parts, lambda load: None)
+    seen: list[str] = []
+
+    def look(progress: JobProgress, bases: list[int], now: float) -> None:
+        seen.append(progress.owner)
+        time.sleep(0.001)
+
+    monkeypatch.setattr(looking, "look_ahead", look)  # counts calls
+    for user, count in (("1001", 60), ("1002", 1)):
+        for k in range(count):
+            looking.follow(JobProgress(f"job {k}\n0\n{user}", 4, 0, 4), [0], (int(user), 0))
+    until(lambda: seen.count("1002") > 5, "another user's order is looked at")
+    until(lambda: seen.count("1001") > 60, "all orders of the user are looked at")
+    looking.close()
+    gaps = [len(list(run)) for user, run in itertools.groupby(seen) if user == "1001"]
+    assert max(gaps) < 40, gaps
     state.close()
     store.abandon()
 

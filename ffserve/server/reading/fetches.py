@@ -26,7 +26,7 @@ import logging
 import os
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -77,6 +77,8 @@ part of it soon. Otherwise its samples are fetched singly."""
 SOON_S = 60.0
 """The pace of a job may be this far behind the expected one."""
 LEAST_RATE = 1.0
+TURN_S = 0.02
+"""Then the thread goes on with the orders of the next user."""
 USES_S = 2.0
 """Next uses are written to the store at this interval."""
 LATEST = (1 << 32) - 1
@@ -679,25 +681,46 @@ class Fetches:
         self._followers.pop(progress, None)
 
     def _keep_looking(self) -> None:
-        next_uses = 0.0
+        due: dict[str, float] = {}
+        """By user: when the user's orders are looked at again."""
+        looked: dict[JobProgress, float] = {}
+        written: dict[JobProgress, float] = {}
         while not self._ended.wait(AHEAD_S):
             begun = time.monotonic()
             if begun - self._refused_at > REFUSED_S:
                 self._refused, self._refused_at = set(), begun
-            writes = begun >= next_uses
-            for progress, bases in list(self._ahead.items()):
-                try:
-                    if writes:
-                        self._write_uses(progress, bases, begun)
-                    with contextlib.suppress(ReadError):  # its last reader has closed
-                        self.look_ahead(progress, bases, begun)
-                except Exception:
-                    log.exception("internal error while fetching ahead")
-            # A tenth of a processor at most.
-            took_s = 10 * (time.monotonic() - begun)
-            if writes:
-                next_uses = begun + max(USES_S, took_s)
-            self._ended.wait(took_s)
+            ahead, of_users = dict(self._ahead), defaultdict[str, list[JobProgress]](list)
+            for progress in ahead:
+                of_users[progress.owner].append(progress)
+            looked = {one: looked.get(one, 0.0) for one in ahead}
+            written = {one: written.get(one, 0.0) for one in ahead}
+            due = {user: due.get(user, 0.0) for user in of_users}
+            for user, orders in of_users.items():
+                if (begun := time.monotonic()) < due[user]:
+                    continue
+                for progress in sorted(orders, key=looked.__getitem__):
+                    if (now := time.monotonic()) - begun > TURN_S:
+                        break
+                    looked[progress] = now
+                    if now - written[progress] > USES_S:
+                        written[progress] = now
+                        self._look(self._write_uses, progress, ahead[progress], now)
+                    self._look(self.look_ahead, progress, ahead[progress], now)
+                # A tenth of a processor for each user at most.
+                due[user] = 10 * time.monotonic() - 9 * begun
+
+    def _look(
+        self,
+        at: Callable[[JobProgress, list[int], float], None],
+        progress: JobProgress,
+        bases: list[int],
+        now: float,
+    ) -> None:
+        try:
+            with contextlib.suppress(ReadError):  # its last reader has closed
+                at(progress, bases, now)
+        except Exception:
+            log.exception("internal error while fetching ahead")
 
     def _write_uses(self, progress: JobProgress, bases: list[int], now: float) -> None:
         """Tell the store when a job will use each block next. A block that the epoch does not need
