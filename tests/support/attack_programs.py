@@ -219,8 +219,10 @@ def hanging(path: str, folder: Path) -> Iterator[None]:
     content = file.read_bytes()
     with contextlib.ExitStack() as stack:
         found = [stack.enter_context(http_origin()) for _ in range(MOST_ORIGINS)]
-        readers = [ffserve.open(each.put("a.ffr", content), server=path) for each in found]
+        readers = []
         for each in found:
+            with contextlib.suppress(FFServeError):  # the daemon begins anew
+                readers.append(ffserve.open(each.put("a.ffr", content), server=path))
             each.stalled.set()
 
         def read(reader: ffserve.Reader) -> None:
