@@ -22,8 +22,7 @@ limit of all users.
 - tables of open files, TABLE_SAMPLE_SIZE bytes per sample, and of files that are closed while their
   samples are kept: four fifths of 1 part in TABLES_SHARE of the arena (at least of
   LEAST_TABLES_SIZE, at most of half the memory beside the arena). Of these, MOST_UNBACKED may be
-  tables of files with holes, which cost their owner nothing.
-
+  tables of files with holes, which cost their owner nothing;
 - buffers of the engines: BOUNCES_KEPT, and while files on several devices are read, 64 MiB for each
   of MOST_ENGINES.
 

@@ -22,8 +22,8 @@
  * fresh pages each time. And a read into more 4 KiB pages than the disk takes segments would be
  * passed to a kernel thread, because the block layer does not split non-blocking requests. */
 #define FFS_BOUNCE_SIZE ((uint64_t)256 << 10)
-/* All engines of a process keep at most so many of them while these hold no read: one and a half times
- * what an engine of depth 128 has in flight (BOUNCES_KEPT in limits.py). */
+/* All engines of a process together keep at most so many bounce buffers when their reads have ended:
+ * one and a half times what an engine of depth 128 has in flight (BOUNCES_KEPT in limits.py). */
 #define FFS_BOUNCES_KEPT 192
 #define FFS_ALIGNMENT_MAX ((uint32_t)128 << 10)
 /* The arena is registered in pieces of this size. The kernel takes up to 1 GiB as one buffer, but
@@ -137,8 +137,6 @@ bool ffs_take(ffs_engine *e, ffs_op *op);
 /* result: bytes of this attempt or -errno. True: issue the op again (offset, to, size are set);
  * false: it has landed. */
 bool ffs_advance(ffs_engine *e, ffs_op *op, int64_t result);
-/* Whether the process has more bounce buffers than it keeps, and this op, which is spare, has one. */
-bool ffs_op_is_surplus(const ffs_op *op);
 /* Verify, publish and account for an op that has landed; it is spare then. */
 void ffs_settle(ffs_engine *e, ffs_op *op);
 /* Wake those whose batches have ended since the last call. */
@@ -177,6 +175,8 @@ int ffs_op_begin(ffs_engine *e, ffs_op *op);
 /* 0 or -ENOMEM. */
 int ffs_op_map_bounce(ffs_op *op);
 void ffs_op_free(ffs_op *op);
+/* Whether a spare op has a bounce buffer while the process has more than it keeps. */
+bool ffs_op_is_surplus(const ffs_op *op);
 /* Called before the ops of an engine are used: in a forked child the parent's do not count. */
 void ffs_count_bounces(void);
 

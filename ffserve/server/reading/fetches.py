@@ -78,7 +78,7 @@ SOON_S = 60.0
 """The pace of a job may be this far behind the expected one."""
 LEAST_RATE = 1.0
 TURN_S = 0.02
-"""Then the thread goes on with the orders of the next user."""
+"""After this time the thread goes on with the orders of the next user."""
 USES_S = 2.0
 """Next uses are written to the store at this interval."""
 LATEST = (1 << 32) - 1
@@ -682,7 +682,8 @@ class Fetches:
 
     def _keep_looking(self) -> None:
         due: dict[str, float] = {}
-        """By user: when the user's orders are looked at again."""
+        """By user: when some of the user's orders are looked at again. By order: when it was last
+        looked at, and when its next uses were last written."""
         looked: dict[JobProgress, float] = {}
         written: dict[JobProgress, float] = {}
         while not self._ended.wait(AHEAD_S):
@@ -707,7 +708,7 @@ class Fetches:
                         self._look(self._write_uses, progress, ahead[progress], now)
                     self._look(self.look_ahead, progress, ahead[progress], now)
                 # A tenth of a processor for each user at most.
-                due[user] = 10 * time.monotonic() - 9 * begun
+                due[user] = begun + 10 * (time.monotonic() - begun)
 
     def _look(
         self,
