@@ -1,4 +1,4 @@
-# make demo    set up everything on this machine and run the main job, in about a minute
+# make demo    set up everything on this machine (a minute), and run the main job (less than one)
 # make test    set up everything, then lint, types and the quick tests (4 min)
 # make lint    lint and types        make bench   measure this machine
 # make check   lint and types, then these tests and the slower ones, with coverage by line and branch

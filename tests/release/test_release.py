@@ -153,7 +153,8 @@ def test_a_wheel_needs_an_old_glibc_and_nothing_else(architecture: str) -> None:
     done = subprocess.run([program, "show", path], capture_output=True, text=True, check=True)
     shown = " ".join(done.stdout.split())
     tag = re.search(r'platform tag: "manylinux_2_(\d+)_(\w+)"', shown)
-    assert tag is not None and tag[2] == architecture and int(tag[1]) <= 28, shown
+    assert tag is not None and tag[2] == architecture, shown
+    assert f"It needs glibc 2.{tag[1]} " in (ROOT / "docs/howto/install.md").read_text()
     assert set(re.findall(r"\blib\w+\.so\.\d+", shown)) <= {"libc.so.6", "libpthread.so.0"}, shown
     with zipfile.ZipFile(path) as archive:
         names = [name for name in archive.namelist() if not name.endswith("/")]
@@ -326,6 +327,8 @@ def test_the_package_is_a_service_until_it_is_purged(machine: Container) -> None
     assert machine.property("ffserve.socket", "ActiveState") == "active"
     assert machine.property("ffserve.socket", "UnitFileState") == "enabled"
     assert machine.property("ffserve.service", "ActiveState") == "inactive"
+    script = "source /usr/share/bash-completion/completions/ffserve && complete -p ffserve"
+    assert "_ffserve_completion" in machine.run("bash", "-c", script)
     machine.write("/etc/ffserve/ffserve.toml", SETTINGS)
     assert "of 64.0 MiB" in machine.run("ffserve", "status", user="alice"), "it starts the daemon"
     found = json.loads(machine.run("ffserve", "doctor", "--json", code=None))
