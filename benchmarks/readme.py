@@ -21,7 +21,7 @@ PLACE = re.compile(r"\{([\w/. -]+):(\.\df)\}")
 TEXT = """\
 ![Samples a second of two jobs on one data set, a bar for each package, with its order](docs/images/bench.png)
 
-Two jobs at once read an epoch of one data set from disk, each package in its own format. A bar says in which order: any, in order (which is easier), or one of the package's own. ffserve checks every sample.
+Two jobs at once read an epoch of one data set from disk, each package in its own format. A bar says in which order: random, in order (which is easier), or one of the package's own. ffserve checks every sample.
 
 {loaders}| | 4 KiB | 100 KiB |
 |---|---|---|

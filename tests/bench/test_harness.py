@@ -658,10 +658,10 @@ def test_a_bar_of_the_picture_says_in_which_order_was_read() -> None:
     rows = [row("LMDB", 4.0), row("one-order", 16.0), row("TFRecord", 8.0), row("ArrayRecord", 9.0)]
     rows += [row("FFCV quasi-random", 32.0), {**row("LMDB", 4.0), "name": "cold/4KiB/x/LMDB"}]
     assert picture.bars(rows, "4KiB") == [
-        ("FFCV quasi-random", 8000, "an order of its own"),
-        ("ffserve, one order for both", 4000, "any order"),
+        ("FFCV quasi-random", 8000, "own order"),
+        ("ffserve, one order for both", 4000, "random order"),
         ("TFRecord", 2000, "in order"),
-        ("LMDB", 1000, "any order"),
+        ("LMDB", 1000, "random order"),
     ]
     assert picture.bars(rows, "100KiB") == []
     assert set(picture.SHOWN) <= peers.BY_NAME.keys() | set(picture.OWN.values())
