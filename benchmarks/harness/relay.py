@@ -22,21 +22,31 @@ class Relay:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._lock = threading.Lock()
         self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
 
     def close(self) -> None:
-        """Accept no more connections; those that are open end with their clients."""
+        """Accept no more connections, and wait a while for those of clients that have ended."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        for thread in self._threads:
+            thread.join(1.0)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
-                origin = socket.create_connection(self._origin)
-                for pump in (self._requests, self._answers):
-                    threading.Thread(target=pump, args=(client, origin), daemon=True).start()
+                thread = threading.Thread(target=self._relay, args=(client,), daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _relay(self, client: socket.socket) -> None:
+        with client, socket.create_connection(self._origin) as origin:
+            pump = threading.Thread(target=self._requests, args=(client, origin), daemon=True)
+            pump.start()
+            self._answers(client, origin)
+            pump.join()
 
     def _requests(self, client: socket.socket, origin: socket.socket) -> None:
         end = b""
