@@ -89,12 +89,13 @@ def execute(name: str) -> Path:
     made = notebook(ROOT / "docs/tutorials" / f"{name}.md")
     target = BUILD / "notebooks" / f"{name}.ipynb"
     target.parent.mkdir(parents=True, exist_ok=True)
+    programs = Path(sys.executable).parent
     with tempfile.TemporaryDirectory(prefix="ffs-") as folder:
         for path in DATA.iterdir():
             (Path(folder) / path.name).symlink_to(path)
         environment = {
             **os.environ,
-            "PATH": f"{ROOT / '.venv/bin'}{os.pathsep}{os.environ['PATH']}",
+            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
             "FFSERVE_SOCKET": f"{folder}/s",
             "XDG_CACHE_HOME": f"{folder}/cache",
             "PYTHONWARNINGS": "ignore",
@@ -104,9 +105,8 @@ def execute(name: str) -> Path:
         try:
             client.execute(env=environment)
         finally:
-            subprocess.run(
-                [ROOT / ".venv/bin/ffserve", "stop"], env=environment, capture_output=True
-            )
+            words = [programs / "ffserve", "stop"]
+            subprocess.run(words, env=environment, capture_output=True)
     nbformat.write(made, target)
     return target
 
