@@ -51,12 +51,13 @@ API = {
     "ffserve.pack_folder ffserve.PackedFolder",
     "PyTorch": "ffserve.torch.*",
     "Event loops": "ffserve.aio.open ffserve.aio.Reader",
-    "Features of tf.train.Example": "ffserve.example.*",
+    "Features of tf.train.Example": "ffserve.example.decode ffserve.example.encode "
+    "ffserve.example.decode_sequence ffserve.example.encode_sequence ffserve.example.to_arrow",
     "Other frameworks": "ffserve.tensorflow.dataset ffserve.tensorflow.examples "
     "ffserve.tensorflow.chunks ffserve.grain.Source ffserve.hf.dataset ffserve.hf.write "
     "ffserve.ray.read ffserve.ray.write ffserve.spark.register",
-    "Conversion, inputs, packing": "ffserve.convert.* ffserve.inputs.* ffserve.packing.plan "
-    "ffserve.packing.Plan",
+    "Conversion, inputs, packing": "ffserve.convert.convert "
+    "ffserve.convert.ConversionReport ffserve.inputs.* ffserve.packing.plan ffserve.packing.Plan",
     "Drop-ins": "ffserve.FileReader ffserve.FileWriter ffserve.checkFsAlign",
     "Errors": "ffserve.FFServeError ffserve.AccessDenied ffserve.ChecksumError "
     "ffserve.FormatError ffserve.MissingFile ffserve.ProtocolError ffserve.ReadError "

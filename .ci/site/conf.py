@@ -43,7 +43,8 @@ html_theme_options = {
 }
 
 SECTION = re.compile(r"^((?:Args|Attributes|Cost|Raises|Returns|Source|Yields)(?:, \w+)*):(.*)$")
-ENTRY = re.compile(r"^((?:\*{0,2}[\w.]+)(?:, \*{0,2}[\w.]+)*(?: \(.*?\))?): (.*)$", re.S)
+NAME = r"\*{0,2}[\w.]+(?:\s\([^)]*\))?"
+ENTRY = re.compile(rf"^({NAME}(?:,\s{NAME})*): (.*)$", re.S)
 
 
 def escaped(text: str) -> str:
@@ -65,8 +66,8 @@ def entries(lines: list[str]) -> list[str]:
         return [escaped(" ".join(body.split()))]
     listed = []
     for entry in found:
-        name, meaning = ENTRY.match(entry).groups()  # type: ignore[union-attr]
-        listed.append(f"- **{escaped(name)}**: {escaped(' '.join(meaning.split()))}")
+        name, meaning = (" ".join(part.split()) for part in ENTRY.match(entry).groups())  # type: ignore[union-attr]
+        listed.append(f"- **{escaped(name)}**: {escaped(meaning)}")
     return listed
 
 
