@@ -79,6 +79,7 @@ def notebook(path: Path) -> nbformat.NotebookNode:
     text = NOT_RUN.sub("```text\n", path.read_text())
     made = jupytext.reads(text, fmt="md")
     made.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3"}
+    made.metadata["language_info"] = {"name": "python"}
     return made
 
 
@@ -164,6 +165,8 @@ def with_links(text: str, folder: Path, place: Path) -> str:
         if at == "../README.md":
             up = os.path.relpath("index.md", folder)
             return f"[{label}]({up}{'#' * bool(anchor)}{anchor})"
+        if re.match(r"tutorials/[a-z]+\.md$", at):
+            return f"[{label}]({path.removesuffix('.md')}.ipynb)"
         return match[0] if (place / at).is_file() else label
 
     return LINK.sub(linked, text)
@@ -207,7 +210,9 @@ def build(source: Path) -> Path:
         shutil.copy(path, target / "tutorials")
     built = (path.parent.name for path in OUTPUT.glob("*/index.html"))
     versions = sorted(built, key=lambda name: [int(part) for part in name.split(".")], reverse=True)
-    listed = [{"version": each, "url": f"../{each}/"} for each in versions]
+    # Pages of folders need more than a relative address.
+    base = os.environ.get("SITE_URL", "/")
+    listed = [{"version": each, "url": f"{base}{each}/"} for each in versions]
     (OUTPUT / "versions.json").write_text(json.dumps(listed) + "\n")
     newest = f'<meta http-equiv="refresh" content="0; url={versions[0]}/">\n'
     (OUTPUT / "index.html").write_text(newest)

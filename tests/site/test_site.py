@@ -40,7 +40,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def pages() -> dict[Path, Page]:
-    found = {path: Page(path) for path in SITE.rglob("*.html")}
+    found = {path: Page(path) for path in SITE.rglob("*.html") if "_static" not in path.parts}
     assert found, "run `make site`"
     return found
 
@@ -68,7 +68,7 @@ def test_every_link_of_the_site_leads_somewhere(pages: dict[Path, Page]) -> None
 
 def test_pages_load_nothing_from_other_sites() -> None:
     loads = re.compile(r"<(?:script|img)[^>]*\ssrc=\"https?://|<link[^>]*stylesheet[^>]*https?://")
-    for path in SITE.rglob("*.html"):
+    for path in SITE.rglob("[!_]*.html"):
         assert not loads.search(path.read_text()), path
 
 
@@ -77,11 +77,10 @@ def test_a_tutorial_is_there_with_what_it_printed(name: str) -> None:
     notebook = json.loads((SITE / "tutorials" / f"{name}.ipynb").read_text())
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert cells and all(cell["execution_count"] for cell in cells)
-    outputs = [output for cell in cells for output in cell["outputs"]]
-    assert outputs and not any(output["output_type"] == "error" for output in outputs)
+    assert not any(each["output_type"] == "error" for cell in cells for each in cell["outputs"])
+    printed = [cell for cell in cells if cell["outputs"]]
     page = (SITE / "tutorials" / f"{name}.html").read_text()
-    printed = [output for output in outputs if output.get("name") == "stdout"]
-    assert page.count("cell_output") >= len(printed) > 0
+    assert page.count('<div class="cell_output') >= len(printed) > 0
 
 
 def test_the_reference_has_every_public_name() -> None:
