@@ -35,6 +35,14 @@ OUTPUT = ROOT / "dist" / "site"
 DATA = ROOT / ".venv" / "site-data"
 """Where .ci/setup puts the packages with pictures and sounds."""
 NOT_RUN = re.compile(r"^<!-- not run: .*? -->\n```\S+\n", re.M)
+HEADER = """---
+jupyter:
+  kernelspec:
+    display_name: Python 3
+    language: python
+    name: python3
+---
+"""
 LINK = re.compile(r"(?<!!)\[([^\]\n]+)\]\(([^)\s]+)\)")
 PAGES = {
     "Tutorials": "tutorials/README tutorials/pictures tutorials/tokens tutorials/sweep "
@@ -77,8 +85,8 @@ def say(text: str) -> None:
 def notebook(path: Path) -> nbformat.NotebookNode:
     """Return a tutorial as a notebook. Blocks that are not to be run become text."""
     text = NOT_RUN.sub("```text\n", path.read_text())
-    made = jupytext.reads(text, fmt="md")
-    made.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3"}
+    # Else the language with the most blocks is that of the notebook.
+    made = jupytext.reads(HEADER + text, fmt="md")
     made.metadata["language_info"] = {"name": "python"}
     return made
 
