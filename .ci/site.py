@@ -133,11 +133,15 @@ def stage() -> Path:
     for path in place.rglob("*.md"):
         path.write_text(with_links(path.read_text(), path.relative_to(place).parent, place))
     first = re.sub(r'(\]\(|src(?:set)?=")docs/', r"\1", (ROOT / "README.md").read_text())
-    menus = "\n".join(menu(title, pages) for title, pages in PAGES.items())
-    (place / "index.md").write_text(f"{with_links(first, Path(), place)}\n{menus}")
+    sections = [title.lower().replace(" ", "-") for title in PAGES]
+    for name, (title, pages) in zip(sections, PAGES.items(), strict=True):
+        (place / f"{name}.md").write_text(f"# {title}\n{menu(pages)}")
+    (place / "index.md").write_text(
+        with_links(first, Path(), place) + menu(" ".join(sections), ":hidden:")
+    )
     decisions = sorted(path.stem for path in (place / "decisions").glob("[a-z]*.md"))
     with (place / "decisions/README.md").open("a") as file:
-        file.write(menu("Decisions", " ".join(decisions)))
+        file.write(menu(" ".join(decisions), ":hidden:"))
     (place / "api.md").write_text(reference())
     for path in (place / "tutorials").glob("[a-z]*.md"):
         path.unlink()
@@ -155,10 +159,10 @@ def stage() -> Path:
     return place
 
 
-def menu(title: str, pages: str) -> str:
-    """Return a part of the menu."""
+def menu(pages: str, options: str = "") -> str:
+    """Return a list of pages, which is also a part of the menu."""
     listed = "\n".join(pages.split())
-    return f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n{listed}\n```\n"
+    return f"\n```{{toctree}}\n:maxdepth: 1\n{options}\n\n{listed}\n```\n"
 
 
 def with_links(text: str, folder: Path, place: Path) -> str:
