@@ -7,6 +7,7 @@ metavar says what they take: words (``off|auto|PATH``) or files.
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 import click
 from click.shell_completion import BashComplete, CompletionItem, FishComplete, ZshComplete
@@ -21,7 +22,13 @@ SCRIPTS = {
 _FILES = re.compile(r"\b(FILES?|DIR|PATHS?|IN|OUT|INPUTS|MOUNTPOINT|SOCKET|URI|PROGRAM)\b")
 
 
-class _Text(click.ParamType):
+if TYPE_CHECKING:  # generic for type checkers only, in many versions
+    _TextType = click.ParamType[str]
+else:
+    _TextType = click.ParamType
+
+
+class _PlainText(_TextType):
     """Text of which the metavar says what it may be."""
 
     name = "text"
@@ -42,14 +49,12 @@ def complete_parameters(command: click.Command) -> None:
     """Make the parameters of a command that are plain text complete."""
     for param in command.params:
         if param.type in (click.STRING, click.UNPROCESSED):
-            param.type = _Text(param.metavar or (param.name or "").upper())
+            param.type = _PlainText(param.metavar or (param.name or "").upper())
 
 
-def scripts() -> dict[str, str]:
-    """Return the shells' scripts by the paths at which a package installs them."""
-    from ffserve.cli import cli
-
+def scripts(command: click.Command) -> dict[str, str]:
+    """Return the shells' scripts for the command, by the paths at which a package has them."""
     return {
-        path: shell(cli, {}, "ffserve", "_FFSERVE_COMPLETE").source()
+        path: shell(command, {}, "ffserve", "_FFSERVE_COMPLETE").source()
         for shell, path in SCRIPTS.items()
     }

@@ -24,7 +24,7 @@ from command import ENVIRONMENT, error_of, on_a_terminal, run, spawned, text_of
 from daemon import DEADLINE_S, damage, run_python, until, write
 
 import ffserve
-from ffserve.cli import COMMANDS, report
+from ffserve.cli import COMMANDS, cli, report
 from ffserve.cli.completion import scripts
 from ffserve.cli.files.record_files import BATCH_COUNT, BATCH_SIZE, batches_of
 from ffserve.cli.terminal import histogram, progress_line
@@ -169,7 +169,7 @@ def test_a_shell_completes(line: str, expected: set[str], tmp_path: Path) -> Non
 
 
 def test_packages_have_the_scripts_of_three_shells() -> None:
-    found = scripts()
+    found = scripts(cli)
     assert {path.split("/")[3] for path in found} == {"bash-completion", "zsh", "fish"}
     assert all("_FFSERVE_COMPLETE" in text for text in found.values())
 

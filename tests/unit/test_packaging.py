@@ -313,7 +313,7 @@ def test_readme_names_the_two_commands() -> None:
 
 def test_the_first_example_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text()
-    program = text.split("\n## Read\n")[1].split("```python\n")[1].split("```")[0]
+    program = text.split("\n## Read and write\n")[1].split("```python\n")[1].split("```")[0]
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program],
         cwd=tmp_path,
