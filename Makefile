@@ -1,6 +1,7 @@
-# make demo    set up everything on this machine and run the main job, in about a minute
+# make demo    set up everything on this machine (a minute), and run the main job (less than one)
 # make test    set up everything, then lint, types and the quick tests (4 min)
 # make lint    lint and types        make bench   measure this machine
+# make quick   only the quick tests
 # make check   lint and types, then these tests and the slower ones, with coverage by line and branch
 #              (15 min); make check-rest: only the slower ones, without coverage (5 min)
 # make costs   what the tests cost: CPU per folder, and the slowest files (8 min)
@@ -34,6 +35,9 @@
 #              containers of the image (30 min; needs root)
 # make view    record files as a file system: a million samples, storage that hangs, other users
 #              (3 min; needs root and /dev/fuse, brings fuse3)
+# make conda   a conda package of the source distribution in dist/, by rattler-build
+# make site    the documents as a site in dist/site, with the tutorials as they ran (5 min; brings
+#              Sphinx, and 80 MB of pictures and sounds)
 # make install install ffserve in /opt/ffserve, for all users, with the service (needs root);
 #              make uninstall removes both (options=--purge: also changed settings)
 # make figures measure every figure of README.md anew and write it there (an hour with all peers;
@@ -56,6 +60,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test lint check check-rest costs pythons interop ray spark bench figures docs soak fuzz guided asan tsan setup clean distclean
 .PHONY: stores systemd upgrades install uninstall page soak-hour wheels deb release view attack
+.PHONY: quick conda site
 .DEFAULT_GOAL := demo
 
 setup:
@@ -96,6 +101,9 @@ test: setup
 	$(MAKE) --no-print-directory lint || { code=$$?; wait; exit $$code; }; \
 	wait; \
 	$(call run_tests,test)
+
+quick: setup
+	@$(call run_tests,quick)
 
 check-rest: setup
 	@$(call run_tests,check-rest,$(slow))
@@ -145,6 +153,14 @@ wheels:
 deb: wheels
 	@$(python) .ci/deb.py
 
+conda: wheels
+	@$(python) .ci/conda.py
+
+site:
+	@bash .ci/setup --site
+	@$(python) .ci/site.py
+	@$(pytest) -q -m site tests/site
+
 release: deb
 	@bash .ci/setup --systemd --release
 	@$(pytest) -q -rs -m wheels tests/release --timeout 1200
@@ -156,7 +172,7 @@ install:
 	@[ "$$(id -u)" = 0 ] || { echo "make install: only root may do this; use sudo" >&2; exit 2; }
 	@[ -x $(prefix)/bin/python ] || $(python3) -m venv $(prefix)
 	@copy=$$(mktemp -d) && trap 'rm -rf "$$copy"' EXIT && umask 022 && \
-	    cp -R README.md docs ffserve pyproject.toml systemd "$$copy" && \
+	    cp -R LICENSE README.md docs ffserve pyproject.toml systemd "$$copy" && \
 	    FFSERVE_CHECKOUT="$(CURDIR)" $(prefix)/bin/python -m pip install --quiet \
 	        --disable-pip-version-check "$$copy[metrics]"
 	@$(prefix)/bin/ffserve install-service

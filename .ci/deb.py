@@ -78,6 +78,13 @@ def package(architecture: str, python: str, output: Path) -> Path:
 
     for name, text in units(f"{PREFIX}/bin/ffserve"):
         (stage / "units" / name).write_text(text)
+    from ffserve.cli import cli
+    from ffserve.cli.completion import scripts
+
+    for path, text in scripts(cli).items():
+        place = stage / "completion" / path.lstrip("/")
+        place.parent.mkdir(parents=True)
+        place.write_text(text)
     names = {
         "debian_architecture": DEBIAN[architecture],
         "maintainer": f"{os.environ.get('DEBFULLNAME', 'ffserve')} "

@@ -11,14 +11,17 @@ go into the wheel. A wheel is for the stable ABI, so one serves every Python fro
 free-threaded Pythons, those before 3.15 have no stable ABI: where `python3.14t`, or the interpreter
 that FFSERVE_FREE_THREADED names, is there, a wheel is built for it as well.
 
-Each wheel is checked: auditwheel finds nothing but libraries that every distribution has, abi3audit
-no symbol outside of the stable ABI, and both modules of C and all licences are in it.
+Each wheel has a bill of its materials inside (PEP 770, CycloneDX), which names the libraries and
+their versions; dist/ has a copy. Each wheel is checked: auditwheel finds nothing but libraries that
+every distribution has, abi3audit no symbol outside of the stable ABI, and both modules of C, all
+licences and the bill are in it.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -36,7 +39,9 @@ GLIBC = "2.28"
 """Of 2018. Distributions with an older one have reached the end of their support."""
 SOURCES = {"libisal": "ISA-L", "liburing": "liburing", "zlib": "zlib"}
 """Source packages, and what their licences are called in a wheel."""
-LICENCES = "Apache-2.0 AND BSD-3-Clause AND MIT AND Zlib"
+SPDX = {"libisal": "BSD-3-Clause", "liburing": "MIT", "zlib": "Zlib"}
+LICENCES = " AND ".join(["Apache-2.0", *SPDX.values()])
+BILL = "ffserve.cdx.json"
 FOR_CLANG = {
     "igzip/aarch64/gen_icf_map.S": (", x_dist, uxtw", ", w_dist, uxtw"),
     "igzip/aarch64/igzip_decode_huffman_code_block_aarch64.S": (
@@ -218,7 +223,7 @@ def tree(place: Path) -> Path:
     """Copy what a build needs; return the copy."""
     copy = place / "ffserve"
     copy.mkdir()
-    for name in ("README.md", "pyproject.toml"):
+    for name in ("LICENSE", "README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, copy)
     shutil.copytree(
         ROOT / "ffserve",
@@ -226,19 +231,17 @@ def tree(place: Path) -> Path:
         ignore=shutil.ignore_patterns("*.so", "*.o", "__pycache__"),
     )
     shutil.copytree(ROOT / "systemd", copy / "systemd")
-    (copy / "docs").mkdir()
-    shutil.copy(ROOT / "docs/LICENSE", copy / "docs")
     return copy
 
 
 def add_licences(copy: Path, sources: Mapping[str, Path]) -> None:
     """Add the licences of the libraries to what is built."""
     for name, title in SOURCES.items():
-        shutil.copy(sources[name] / "LICENSE", copy / "docs" / f"LICENSE.{title}")
+        shutil.copy(sources[name] / "LICENSE", copy / f"LICENSE.{title}")
     project = (copy / "pyproject.toml").read_text()
     for old, new in (
         ('license = "Apache-2.0"\n', f'license = "{LICENCES}"\n'),
-        ('license-files = ["docs/LICENSE"]', 'license-files = ["docs/LICENSE*"]'),
+        ('license-files = ["LICENSE"]', 'license-files = ["LICENSE*"]'),
     ):
         if project.count(old) != 1:
             raise Failed(f"pyproject.toml has no line {old!r} any more")
@@ -301,7 +304,44 @@ def wheel(architecture: str, python: Path, sources: Mapping[str, Path], output: 
         words = ["-q", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
         run([own, "-m", "pip", "wheel", *words, "-w", folder, copy], Path(folder), environment)
         [built] = Path(folder).glob("*.whl")
+        add_bill(built, sources, output)
         return repair(built, architecture, output)
+
+
+def add_bill(built: Path, sources: Mapping[str, Path], output: Path) -> None:
+    """Add the bill of materials to a wheel, whose list of files auditwheel writes anew."""
+    version = built.name.split("-")[1]
+    components = []
+    for name, title in SOURCES.items():
+        # Its first line names the release: liburing (2.3-3) unstable; urgency=medium
+        changes = (sources[name] / "debian/changelog").read_text()
+        release = re.findall(r"\A\S+ \((?:\d+:)?(\S+)\)", changes)[0]
+        components.append(
+            {
+                "type": "library",
+                "bom-ref": name,
+                "name": title,
+                "version": re.sub(r"\+dfsg.*|-[^-]*$", "", release),
+                "licenses": [{"license": {"id": SPDX[name]}}],
+                "purl": f"pkg:deb/debian/{name}@{release.replace('+', '%2B')}?arch=source",
+            }
+        )
+    purl = f"pkg:pypi/ffserve@{version.replace('+', '%2B')}"
+    subject = {"type": "library", "bom-ref": "ffserve", "name": "ffserve", "version": version}
+    subject |= {"licenses": [{"license": {"id": "Apache-2.0"}}], "purl": purl}
+    bill = {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {"component": subject},
+        "components": components,
+        "dependencies": [{"ref": "ffserve", "dependsOn": list(SOURCES)}],
+    }
+    text = json.dumps(bill, indent=2) + "\n"
+    with zipfile.ZipFile(built, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(f"ffserve-{version}.dist-info/sboms/{BILL}", text)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / BILL).write_text(text)
 
 
 def repair(built: Path, architecture: str, output: Path) -> Path:
@@ -328,9 +368,9 @@ def check(path: Path, architecture: str) -> None:
     for module in MODULES:
         if not any(re.match(rf"ffserve/engine/{module}\.[\w-]+\.so$", name) for name in names):
             raise Failed(f"{path.name} has no {module}")
-    for title in SOURCES.values():
-        if not any(name.endswith(f"/LICENSE.{title}") for name in names):
-            raise Failed(f"{path.name} has no licence of {title}")
+    for name in (*(f"LICENSE.{title}" for title in SOURCES.values()), BILL):
+        if not any(each.endswith(f"/{name}") for each in names):
+            raise Failed(f"{path.name} has no {name}")
     if beside := [name for name in names if name.startswith("ffserve.libs/")]:
         raise Failed(f"{path.name} has libraries beside it, which were to be inside: {beside}")
     if "-abi3-" in path.name:

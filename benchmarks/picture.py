@@ -1,154 +1,103 @@
-"""The README's picture: throughput by record size and by number of clients.
+"""The README's picture: bars of what two jobs on one data set get, a bar for each package.
 
-Values are shares of the yardstick, since the points were measured one after the other and a
-machine's speed changes between them; the GB/s of 1.0 are below each point. The picture is drawn
-from recorded rows alone. The colours are mostly those of Okabe and Ito, which colour-blind readers
-can distinguish; the markers differ, too.
+A bar says in which order its package reads, since an easier order is faster: in random order, in
+order, or in one of its own. The picture is drawn from recorded rows alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ffserve.config import format_size
+from benchmarks.harness.peers import BY_NAME
 from ffserve.errors import UsageError
 
-FFSERVE, YARDSTICK = "ffserve", "yardstick"
-CLIENTS_AT = 4096
-STYLES: dict[str, tuple[str, str]] = {
-    FFSERVE: ("#D55E00", "o"),
-    "mmap": ("#56B4E9", "s"),
-    "preadv": ("#0072B2", "v"),
-    "LMDB": ("#009E73", "^"),
-    "ArrayRecord": ("#CC79A7", "D"),
-    "MosaicML": ("#E69F00", "P"),
-    "Lance": ("#8C6D31", "X"),
-    "h5py": ("#6A51A3", "<"),
-    "TFRecord": ("#666666", ">"),
-    "WebDataset": ("#AAAAAA", "h"),
-    "ffrecord": ("#333333", "*"),
-    "HF datasets": ("#B15928", "p"),
-    "litData": ("#1B9E77", "1"),
-    "SPDL": ("#7570B3", "2"),
-    "TensorSocket": ("#E7298A", "3"),
-    "tf.data service": ("#A6761D", "4"),
-    "FFCV": ("#4D4D4D", "d"),
-    "FFCV quasi-random": ("#4D4D4D", "H"),
-}
+PANELS = {"4KiB": "samples of 4 KiB", "100KiB": "samples of 100 KiB"}
+OWN = {"one-order": "ffserve, one order for both", "own-orders": "ffserve"}
+OWN_ORDER = ("FFCV quasi-random", "litData", "TensorSocket")
+"""Peers that do not read in order, and choose the order themselves."""
+SHOWN = (
+    *OWN.values(), "preadv", "LMDB", "MosaicML", "WebDataset", "litData", "TFRecord", "HF datasets",
+    "FFCV", "FFCV quasi-random",
+)  # fmt: skip
+"""What people use. docs/BENCHMARKS.md has all."""
+COLOURS = {"random order": "#0072B2", "in order": "#BBBBBB", "own order": "#E69F00"}
+"""Of Okabe and Ito, which colour-blind readers can distinguish."""
+EMPHASIS = "#D55E00"
 Rows = Sequence[dict[str, Any]]
-Curve = dict[float, tuple[float, float, float]]
-"""x → share of the yardstick: the median, the slowest turn, the fastest turn."""
 
 
-def curves(rows: Rows, state: str, by: str) -> dict[str, Curve]:
-    """Return a curve per contestant (the better of ffserve's), and under YARDSTICK the GB/s of 1.0.
+class Bar(NamedTuple):
+    """One bar. rate: samples a second. order: a key of COLOURS."""
 
-    Args:
-        state: "hot" or "cold".
-        by: "bytes" (one client) or "clients" (records of CLIENTS_AT bytes).
-    """
-    found: dict[str, Curve] = {}
+    name: str
+    rate: float
+    order: str
+
+
+def order_of(name: str) -> str:
+    """Return the order in which a contestant reads: a key of COLOURS."""
+    if name in OWN_ORDER:
+        return "own order"
+    peer = BY_NAME.get(name)
+    return "in order" if peer is not None and peer.in_order else "random order"
+
+
+def bars(rows: Rows, size: str) -> list[Bar]:
+    """Return the bars of the rows jobs/SIZE, the fastest first."""
+    found = []
     for row in rows:
-        if not row["name"].startswith(f"{state}-peers/") or "mb_s" not in row:
-            continue
-        fits = row["clients"] == 1 if by == "bytes" else row["bytes"] == CLIENTS_AT
-        if not fits or (row["at_most"] or row["unit"] != "×"):
-            continue
-        own = row["contestant"].startswith(FFSERVE)
-        point = (row["value"], row["low"], row["high"])
-        curve = found.setdefault(FFSERVE if own else row["contestant"], {})
-        curve[row[by]] = max(point, curve.get(row[by], (0.0, 0.0, 0.0)))
-        base = row["yardstick_mb_s"] / 1e3
-        found.setdefault(YARDSTICK, {})[row[by]] = (base, base, base)
-    return found
+        if row["name"].startswith(f"jobs/{size}/") and "mb_s" in row:
+            last = row["name"].rpartition("/")[2]
+            name = OWN.get(last, last)
+            if name in SHOWN:
+                found.append(Bar(name, 1e6 * row["mb_s"] / row["bytes"], order_of(name)))
+    return sorted(found, key=lambda bar: -bar.rate)
 
 
 def draw(rows: Rows, path: Path) -> None:
-    """Draw three panels into a PNG or SVG file.
+    """Draw a panel for each size into a PNG or SVG file.
 
     Raises: UsageError when the rows of the picture were not measured.
     """
+    panels = {title: found for size, title in PANELS.items() if (found := bars(rows, size))}
+    if not panels:
+        raise UsageError(
+            "no rows of the picture were measured",
+            hint="python -m benchmarks --only jobs/ --record FILE",
+        )
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    panels = [
-        (curves(rows, "hot", "bytes"), "In memory, by record size", "bytes", "memcpy"),
-        (curves(rows, "cold", "bytes"), "From disk, by record size", "bytes", "fio"),
-        (curves(rows, "hot", "clients"), "In memory, 4 KiB, by clients", "clients", "memcpy"),
-    ]
-    if not all(found for found, *_ in panels):
-        raise UsageError(
-            "no rows of the picture were measured",
-            hint="python -m benchmarks --only hot-peers --only cold-peers --record FILE",
-        )
-    plt.rcParams.update({"font.size": 8.5, "svg.fonttype": "none"})
-    figure, axes = plt.subplots(1, 3, figsize=(10.4, 4.6), sharey=True)
-    handles: dict[str, Any] = {}
-    for axis, (found, title, by, base) in zip(axes, panels, strict=True):
-        speeds = found.pop(YARDSTICK)
-        line = axis.axhline(1, color="black", linestyle="--", linewidth=1.2, zorder=2)
-        handles.setdefault("1.0: memcpy, fio", line)
-        for name, curve in found.items():
-            if len(curve) == 1 < len(speeds):
-                continue  # a single point is no curve
-            label, line = _plot(axis, name, curve, _in_order(rows, name))
-            handles.setdefault(label, line)
-        axis.set_title(title, fontsize=9.5)
-        axis.set_ylabel(f"share of {base}")
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        points = sorted({x for curve in found.values() for x in curve})
-        axis.set_xticks(points, [f"{_tick(x, by)}\n{speeds[x][0]:.2g}" for x in points])
-        label = "record size" if by == "bytes" else "clients"
-        axis.set_xlabel(f"{label}; below it, 1.0 in GB/s", fontsize=8)
-        axis.minorticks_off()
-        axis.grid(True, which="major", color="#dddddd", linewidth=0.6)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.set_axisbelow(True)
-    low, high = axes[0].get_ylim()
-    ticks = [t for t in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3) if low < t < high]
-    axes[0].set_yticks(ticks, [f"{t:g}" for t in ticks])
-    axes[0].minorticks_off()
-    order = sorted(
-        handles, key=lambda name: (not name.startswith(FFSERVE), not name.startswith("1.0"))
-    )
-    figure.legend(
-        [handles[name] for name in order], order, loc="lower center", ncols=5, frameon=False,
-    )  # fmt: skip
-    figure.tight_layout(rect=(0, 0.19, 1, 1))
+    plt.rcParams.update({"font.size": 9, "svg.fonttype": "none"})
+    figure, axes = plt.subplots(1, len(panels), figsize=(10.4, 4.2), squeeze=False)
+    for axis, (title, found) in zip(axes[0], panels.items(), strict=True):
+        _panel(axis, title, found)
+    figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
-def _plot(axis: Any, name: str, curve: Curve, in_order: bool) -> tuple[str, Any]:
-    xs = sorted(curve)
-    ys = [curve[x][0] for x in xs]
-    color, marker = STYLES[name]
-    errors = [
-        [max(0.0, curve[x][0] - curve[x][1]) for x in xs],
-        [max(0.0, curve[x][2] - curve[x][0]) for x in xs],
+def _panel(axis: Any, title: str, found: list[Bar]) -> None:
+    own = [bar.name in OWN.values() for bar in found]
+    colours = [
+        EMPHASIS if mine else COLOURS[bar.order] for bar, mine in zip(found, own, strict=True)
     ]
-    own = name == FFSERVE
-    line = axis.errorbar(
-        xs, ys, yerr=errors, color=color, marker=marker, elinewidth=0.8,
-        linewidth=2.2 if own else 1.1, markersize=6 if own else 4.5,
-        linestyle=":" if in_order else "-", zorder=5 if own else 3,
-    )  # fmt: skip
-    return f"{name} (in order only)" if in_order else name, line
-
-
-def _in_order(rows: Rows, name: str) -> bool:
-    return any(
-        row["contestant"] == name and row["description"].endswith(", in order") for row in rows
-    )
-
-
-def _tick(value: float, by: str) -> str:
-    if by == "clients":
-        return str(int(value))
-    return format_size(value).replace(".00", "").replace(".0 ", " ")
+    axis.barh(range(len(found)), [bar.rate for bar in found], color=colours, height=0.72)
+    axis.set_yticks(range(len(found)), [bar.name for bar in found])
+    for label, mine in zip(axis.get_yticklabels(), own, strict=True):
+        label.set_fontweight("bold" if mine else "normal")
+    axis.invert_yaxis()
+    most = max(bar.rate for bar in found)
+    for at, bar in enumerate(found):
+        text = f" {float(f'{bar.rate:.2g}'):,.0f}, {bar.order}"
+        axis.text(bar.rate, at, text, va="center", fontsize=8)
+    axis.set_xlim(0, 1.75 * most)
+    axis.set_title(f"samples a second, {title}", fontsize=9.5, loc="left")
+    axis.set_xticks([])
+    axis.spines[["top", "right", "bottom"]].set_visible(False)
+    axis.tick_params(axis="y", length=0)

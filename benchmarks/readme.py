@@ -19,11 +19,11 @@ BEGIN, END = "<!-- measured: begin; from docs/bench.json -->\n", "<!-- measured:
 PLACE = re.compile(r"\{([\w/. -]+):(\.\df)\}")
 
 TEXT = """\
-![Throughput as a share of memcpy and of fio, by record size and by clients](docs/images/bench.png)
+![Samples a second of two jobs on one data set, a bar for each package, with its order](docs/images/bench.png)
 
-The picture shows throughput as a share of memcpy and of `fio` in the same minute; higher is better. Each package reads its own format in batches of 256 (32 at 1 MiB). Dotted ones read in order, or in an order of their own, which is easier. ffserve checks every sample and returns copies; `mmap` and `preadv` check nothing.
+Two jobs at once read an epoch of one data set from disk, each package in its own format. A bar says in which order: random, in order (which is easier), or one of the package's own. ffserve checks every sample.
 
-| | 4 KiB | 100 KiB |
+{loaders}| | 4 KiB | 100 KiB |
 |---|---|---|
 | in memory / memcpy: `read_batch` of 64 | {hot/4KiB/batch64/clients1/read_batch:.2f} | {hot/100KiB/batch64/clients1/read_batch:.2f} |
 | in memory / memcpy: two clients | {hot/4KiB/batch64/clients2/read_batch:.2f} | {hot/100KiB/batch64/clients2/read_batch:.2f} |
@@ -56,7 +56,7 @@ The turns of a row of ffserve differ by {spread-half} % in the median row (highe
 
 {jobs}
 
-64 clients at once, half of their samples in memory, get {crowd/4KiB/throughput:.2f} (4 KiB) and {crowd/100KiB/throughput:.2f} (100 KiB) of the throughput of two. The 99th percentile of a batch is {crowd/4KiB/p99:.1f} and {crowd/100KiB/p99:.1f} times its median; the slowest client gets {crowd/4KiB/fair:.2f} and {crowd/100KiB/fair:.2f} of the mean. Random batches of 1024 samples of 100 bytes are {tokens/100B/numpy:.1f} times as fast as a numpy array's `table[indices]`. A second process opens 10 million samples in {open/10M/time:.1f} ms. A miss costs the daemon {cold/4KiB/depth128/daemon-cpu:.1f} µs of CPU at 4 KiB and {cold/100KiB/depth128/daemon-cpu:.1f} µs at 100 KiB, checksum included; while a client only hits, it uses {hot/4KiB/daemon-cpu:.2f} % of a core.
+{peers}64 clients at once, half of their samples in memory, get {crowd/4KiB/throughput:.2f} (4 KiB) and {crowd/100KiB/throughput:.2f} (100 KiB) of the throughput of two. The 99th percentile of a batch is {crowd/4KiB/p99:.1f} and {crowd/100KiB/p99:.1f} times its median; the slowest client gets {crowd/4KiB/fair:.2f} and {crowd/100KiB/fair:.2f} of the mean. Random batches of 1024 samples of 100 bytes are {tokens/100B/numpy:.1f} times as fast as a numpy array's `table[indices]`. A second process opens 10 million samples in {open/10M/time:.1f} ms. A miss costs the daemon {cold/4KiB/depth128/daemon-cpu:.1f} µs of CPU at 4 KiB and {cold/100KiB/depth128/daemon-cpu:.1f} µs at 100 KiB, checksum included; while a client only hits, it uses {hot/4KiB/daemon-cpu:.2f} % of a core.
 """  # noqa: E501
 
 
@@ -96,7 +96,10 @@ def section(recorded: dict[str, Any], document: str) -> str:
         return format(values[place[1]], place[2])
 
     text = PLACE.sub(value, SECTIONS[document])
-    tables = {"machine": _machine, "jobs": _two_jobs, "spread-half": _spread, "spread-tenth": _most}
+    tables = {
+        "machine": _machine, "jobs": _two_jobs, "loaders": _loaders, "peers": _peers,
+        "spread-half": _spread, "spread-tenth": _most,
+    }  # fmt: skip
     for name, table in tables.items():
         if f"{{{name}}}" in text:
             text = text.replace(f"{{{name}}}", table(recorded))
@@ -156,6 +159,62 @@ def _two_jobs(recorded: dict[str, Any]) -> str:
         ]  # fmt: skip
         lines.append(f"| {label} | {' | '.join(shown)} |")
     return "\n".join(lines)
+
+
+def _loaders(recorded: dict[str, Any]) -> str:
+    """Return a sentence on loaders with two workers; nothing until they have been recorded."""
+    rates: dict[str, dict[str, float]] = {}
+    for row in recorded["rows"]:
+        if row["name"].startswith("loaders/"):
+            _, size, who = row["name"].split("/")
+            rates.setdefault(size, {})[who] = 1e6 * row["mb_s"] / row["bytes"]
+    sizes = [(size, f"{size[:-3]} KiB") for size in ("4KiB", "100KiB") if size in rates]
+    if not sizes or not all("ffserve" in rates[size] for size, _ in sizes):
+        return ""
+    parts = []
+    for size, shown in sizes:
+        of = dict(rates[size])
+        own = of.pop("ffserve")
+        others = ", ".join(f"{who} {_rounded(of[who])}" for who in sorted(of, key=lambda w: -of[w]))
+        parts.append(f"{shown}: **ffserve {_rounded(own)}**, {others}")
+    text = "; ".join(parts)
+    return (
+        "A DataLoader with two workers, samples in memory, collated, brings so many samples a "
+        f"second. {text}.\n\n"
+    )
+
+
+def _rounded(rate: float) -> str:
+    return f"{float(f'{rate:.2g}'):,.0f}"
+
+
+PEER_COLUMNS = {
+    "per-core": ("samples/s a core", ",.0f"), "cpu": ("CPU µs", ".0f"), "pss": ("PSS, MB", ",.0f"),
+    "first": ("first batch, ms", ",.0f"), "first-20ms": ("over 20 ms, ms", ",.0f"),
+    "bytes": ("bytes / size", ".2f"), "requests": ("requests", ",.0f"),
+    "design": ("design effect", ".1f"), "lost": ("lost, %", ".1f"),
+    "doubled": ("doubled, %", ".1f"),
+}  # fmt: skip
+
+
+def _peers(recorded: dict[str, Any]) -> str:
+    """Return the table of the rows peers/; nothing until they have been recorded."""
+    found: dict[str, dict[str, float]] = {}
+    for row in recorded["rows"]:
+        if row["name"].startswith("peers/100KiB/"):
+            _, _, who, what = row["name"].split("/")
+            found.setdefault(who, {})[what] = row["value"]
+    if not found:
+        return ""
+    heads = [head for head, _ in PEER_COLUMNS.values()]
+    lines = [f"| loader, 100 KiB | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for who, values in found.items():
+        cells = [
+            format(values[what], form) if values.get(what, -1.0) >= 0 else ""
+            for what, (_, form) in PEER_COLUMNS.items()
+        ]
+        lines.append(f"| {who} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n\n"
 
 
 def measured(text: str) -> str:

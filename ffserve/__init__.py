@@ -11,7 +11,14 @@ torch. `import ffserve as ffrecord` runs programs written for the original ffrec
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.platform != "linux":
+    raise ImportError(
+        f"ffserve runs on Linux only, not on {sys.platform}: run it on a Linux machine, in WSL 2, "
+        "or in a Linux container (Docker, Podman, Colima)"
+    )
 
 from ffserve._version import __version__
 from ffserve.errors import (

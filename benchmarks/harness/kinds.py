@@ -229,12 +229,7 @@ def peer_contestant(
             raise
 
     def run_once() -> Result:
-        files_path = peer.files_path(bench.folder, data)
-        if not os.path.exists(files_path):
-            bench.run(
-                "benchmarks.harness.peers:prepare", peer=peer.name, folder=bench.folder,
-                installation=peer.installation, samples=dataclasses.asdict(data),
-            )  # fmt: skip
+        files_path = peer_files(bench, peer, data)
         files = files_below(files_path)
         if cold:
             bench.from_disk(files)
@@ -260,6 +255,17 @@ def peer_contestant(
     description = f"{peer.name}, in order" if peer.in_order else peer.name
     row = Row(f"{name}/{peer.name}", description, ratio)
     return Contestant(peer.name, run, (row,), optional=True)
+
+
+def peer_files(bench: Bench, peer: Peer, data: BenchmarkData) -> str:
+    """Return the directory of a peer's files, which are written unless they exist."""
+    path = peer.files_path(bench.folder, data)
+    if not os.path.exists(path):
+        bench.run(
+            "benchmarks.harness.peers:prepare", peer=peer.name, folder=bench.folder,
+            installation=peer.installation, samples=dataclasses.asdict(data),
+        )  # fmt: skip
+    return path
 
 
 def installed_peers() -> tuple[list[Peer], list[str]]:

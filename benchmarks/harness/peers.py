@@ -132,7 +132,8 @@ def _flat(data: BenchmarkData, directory: str) -> None:
     np.save(os.path.join(directory, "ends.npy"), np.cumsum(data.sizes()))
 
 
-def _flat_table(directory: str) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
+def flat_table(directory: str) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
+    """Return the file of all samples, where each begins, and where it ends."""
     ends = np.load(os.path.join(directory, "ends.npy"))
     return (
         os.open(os.path.join(directory, "samples"), os.O_RDONLY),
@@ -142,7 +143,7 @@ def _flat_table(directory: str) -> tuple[int, NDArray[np.int64], NDArray[np.int6
 
 
 def _open_preadv(directory: str) -> ReadBatch:
-    fd, starts, ends = _flat_table(directory)
+    fd, starts, ends = flat_table(directory)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def read(indices: NDArray[np.int64]) -> int:
@@ -157,7 +158,7 @@ def _open_preadv(directory: str) -> ReadBatch:
 
 
 def _open_mmap(directory: str) -> ReadBatch:
-    fd, starts, ends = _flat_table(directory)
+    fd, starts, ends = flat_table(directory)
     mapping = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
     # Otherwise every fault reads ahead, by megabytes on some machines.
     mapping.madvise(mmap.MADV_RANDOM)
@@ -177,14 +178,15 @@ def _open_mmap(directory: str) -> ReadBatch:
 # --------------------------------------------------------------------------- packages
 
 
-def _import(name: str) -> Any:
+def import_package(name: str) -> Any:
+    """Import a package when it is used."""
     return importlib.import_module(name)
 
 
 def _prepare_lmdb(data: BenchmarkData, directory: str) -> None:
     size = 2 * data.size + 200 * data.count + (64 << 20)
     with (
-        _import("lmdb").open(directory, map_size=size) as env,
+        import_package("lmdb").open(directory, map_size=size) as env,
         env.begin(write=True) as transaction,
     ):
         for k, sample in enumerate(data.samples()):
@@ -192,7 +194,7 @@ def _prepare_lmdb(data: BenchmarkData, directory: str) -> None:
 
 
 def _open_lmdb(directory: str) -> ReadBatch:
-    env = _import("lmdb").open(directory, readonly=True, lock=False, readahead=False)
+    env = import_package("lmdb").open(directory, readonly=True, lock=False, readahead=False)
     transaction = env.begin()
 
     def read(indices: NDArray[np.int64]) -> int:
@@ -203,7 +205,7 @@ def _open_lmdb(directory: str) -> ReadBatch:
 
 
 def _prepare_array_record(data: BenchmarkData, directory: str) -> None:
-    module = _import("array_record.python.array_record_module")
+    module = import_package("array_record.python.array_record_module")
     writer = module.ArrayRecordWriter(
         os.path.join(directory, "samples.array_record"), "group_size:1,uncompressed"
     )
@@ -213,7 +215,7 @@ def _prepare_array_record(data: BenchmarkData, directory: str) -> None:
 
 
 def _open_array_record(directory: str) -> ReadBatch:
-    module = _import("array_record.python.array_record_module")
+    module = import_package("array_record.python.array_record_module")
     reader = module.ArrayRecordReader(
         os.path.join(directory, "samples.array_record"), "readahead_buffer_size:0"
     )
@@ -227,11 +229,11 @@ def import_streaming() -> Any:
     and stops at the first that it describes to torch. Those are declared here.
     """
     with contextlib.suppress(RuntimeError):
-        return _import("streaming")
-    library = _import("torch").library.Library("torchvision", "FRAGMENT")
+        return import_package("streaming")
+    library = import_package("torch").library.Library("torchvision", "FRAGMENT")
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return _import("streaming")
+    return import_package("streaming")
 
 
 def _prepare_streaming(data: BenchmarkData, directory: str) -> None:
@@ -249,7 +251,7 @@ def _open_streaming(directory: str) -> ReadBatch:
 
 
 def _prepare_lance(data: BenchmarkData, directory: str) -> None:
-    lance, arrow = _import("lance"), _import("pyarrow")
+    lance, arrow = import_package("lance"), import_package("pyarrow")
     schema = arrow.schema([arrow.field("x", arrow.large_binary())])
 
     def pieces() -> Iterator[Any]:
@@ -271,8 +273,8 @@ def _prepare_lance(data: BenchmarkData, directory: str) -> None:
 
 
 def _open_lance(directory: str) -> ReadBatch:
-    compute = _import("pyarrow.compute")
-    dataset = _import("lance").dataset(os.path.join(directory, "samples.lance"))
+    compute = import_package("pyarrow.compute")
+    dataset = import_package("lance").dataset(os.path.join(directory, "samples.lance"))
 
     def read(indices: NDArray[np.int64]) -> int:
         taken = dataset.take(indices.tolist())["x"]
@@ -282,7 +284,7 @@ def _open_lance(directory: str) -> ReadBatch:
 
 
 def _prepare_h5py(data: BenchmarkData, directory: str) -> None:
-    h5py = _import("h5py")
+    h5py = import_package("h5py")
     sizes = data.sizes()
     with h5py.File(os.path.join(directory, "samples.h5"), "w", libver="latest") as file:
         if sizes.min() == sizes.max():
@@ -294,7 +296,7 @@ def _prepare_h5py(data: BenchmarkData, directory: str) -> None:
 
 
 def _open_h5py(directory: str) -> ReadBatch:
-    h5py = _import("h5py")
+    h5py = import_package("h5py")
     rows = h5py.File(os.path.join(directory, "samples.h5"), "r", libver="latest")["x"]
     if rows.ndim == 1:
         return lambda indices: sum(rows[k].nbytes for k in indices.tolist())
@@ -309,14 +311,18 @@ def _open_h5py(directory: str) -> ReadBatch:
 
 
 def _prepare_ffrecord(data: BenchmarkData, directory: str) -> None:
-    writer = _import("ffrecord").FileWriter(os.path.join(directory, "samples.ffr"), data.count)
+    writer = import_package("ffrecord").FileWriter(
+        os.path.join(directory, "samples.ffr"), data.count
+    )
     for sample in data.samples():
         writer.write_one(sample.tobytes())
     writer.close()
 
 
 def _open_ffrecord(directory: str) -> ReadBatch:
-    reader = _import("ffrecord").FileReader(os.path.join(directory, "samples.ffr"), check_data=True)
+    reader = import_package("ffrecord").FileReader(
+        os.path.join(directory, "samples.ffr"), check_data=True
+    )
     return lambda indices: sum(sample.nbytes for sample in reader.read(indices.tolist()))
 
 
@@ -340,13 +346,13 @@ def _in_order(begin: Callable[[], Iterator[int]]) -> ReadBatch:
 
 def _prepare_webdataset(data: BenchmarkData, directory: str) -> None:
     pattern = os.path.join(directory, "%06d.tar")
-    with _import("webdataset").ShardWriter(pattern, maxsize=SHARD_SIZE, verbose=0) as writer:
+    with import_package("webdataset").ShardWriter(pattern, maxsize=SHARD_SIZE, verbose=0) as writer:
         for k, sample in enumerate(data.samples()):
             writer.write({"__key__": f"{k:09d}", "bin": sample.tobytes()})
 
 
 def _open_webdataset(directory: str) -> ReadBatch:
-    webdataset = _import("webdataset")
+    webdataset = import_package("webdataset")
     shards = sorted(os.path.join(directory, name) for name in os.listdir(directory))
     return _in_order(
         lambda: (len(s["bin"]) for s in webdataset.WebDataset(shards, shardshuffle=False))
@@ -354,7 +360,7 @@ def _open_webdataset(directory: str) -> ReadBatch:
 
 
 def _prepare_tfrecord(data: BenchmarkData, directory: str) -> None:
-    with _import("tensorflow").io.TFRecordWriter(
+    with import_package("tensorflow").io.TFRecordWriter(
         os.path.join(directory, "samples.tfrecord")
     ) as writer:
         for sample in data.samples():
@@ -362,7 +368,7 @@ def _prepare_tfrecord(data: BenchmarkData, directory: str) -> None:
 
 
 def _open_tfrecord(directory: str) -> ReadBatch:
-    tensorflow = _import("tensorflow")
+    tensorflow = import_package("tensorflow")
     tensorflow.config.threading.set_inter_op_parallelism_threads(1)
     path = os.path.join(directory, "samples.tfrecord")
     batches: Iterator[Any] = iter(())
@@ -380,10 +386,12 @@ def _open_tfrecord(directory: str) -> ReadBatch:
 
 
 def _prepare_hf(data: BenchmarkData, directory: str) -> None:
-    datasets = _import("datasets")
+    datasets = import_package("datasets")
     features = datasets.Features({"x": datasets.Value("large_binary")})
     arrow = os.path.join(directory, "samples.arrow")
-    with _import("datasets.arrow_writer").ArrowWriter(path=arrow, features=features) as writer:
+    with import_package("datasets.arrow_writer").ArrowWriter(
+        path=arrow, features=features
+    ) as writer:
         for sample in data.samples():
             writer.write({"x": sample.tobytes()})
         writer.finalize()
@@ -394,9 +402,9 @@ def _open_hf(directory: str) -> ReadBatch:
 
     Its chunks point into the mapped file: no byte of a sample is read before they are joined.
     """
-    arrow, compute = _import("pyarrow"), _import("pyarrow.compute")
+    arrow, compute = import_package("pyarrow"), import_package("pyarrow.compute")
     path = os.path.join(directory, "samples.arrow")
-    dataset = _import("datasets").Dataset.from_file(path).with_format("arrow")
+    dataset = import_package("datasets").Dataset.from_file(path).with_format("arrow")
 
     def read(indices: NDArray[np.int64]) -> int:
         samples = arrow.concat_arrays(dataset[indices.tolist()]["x"].chunks)
@@ -406,7 +414,7 @@ def _open_hf(directory: str) -> ReadBatch:
 
 
 def _prepare_litdata(data: BenchmarkData, directory: str) -> None:
-    cache = _import("litdata.streaming.cache").Cache(directory, chunk_bytes="64MB")
+    cache = import_package("litdata.streaming.cache").Cache(directory, chunk_bytes="64MB")
     for k, sample in enumerate(data.samples()):
         cache[k] = sample.tobytes()
     cache.done()
@@ -419,7 +427,7 @@ def _bytes(samples: list[Any]) -> list[bytes]:
 
 def _stream_litdata(case: Case) -> Delivered:
     """Without workers it is twice as fast here: they send each sample through a pipe."""
-    litdata = _import("litdata")
+    litdata = import_package("litdata")
     while True:
         dataset = litdata.StreamingDataset(case["files_path"], shuffle=True, seed=case["seed"])
         loader = litdata.StreamingDataLoader(
@@ -432,7 +440,7 @@ def _stream_litdata(case: Case) -> Delivered:
 
 
 def _prepare_ffcv(data: BenchmarkData, directory: str) -> None:
-    writer, fields = _import("ffcv.writer"), _import("ffcv.fields")
+    writer, fields = import_package("ffcv.writer"), import_package("ffcv.fields")
 
     class Samples:
         def __init__(self) -> None:
@@ -457,7 +465,7 @@ def _stream_ffcv(case: Case, order: str, *, os_cache: bool, pages: bool = False)
     Args: pages: the first batch waits until as many pages of 8 MiB are in memory as a batch has
         samples. So it compiles itself in an epoch before, and its first batch counts.
     """
-    loader, decoders = _import("ffcv.loader"), _import("ffcv.fields.decoders")
+    loader, decoders = import_package("ffcv.loader"), import_package("ffcv.fields.decoders")
     path = os.path.join(case["files_path"], "samples.beton")
     batches = loader.Loader(
         path, batch_size=case["batch"],
@@ -494,7 +502,7 @@ def _stream_spdl(case: Case) -> Delivered:
     """A pipeline of threads that read batches with preadv, which releases the GIL."""
     read = _open_preadv(case["files_path"])
     pipeline = (
-        _import("spdl.pipeline")
+        import_package("spdl.pipeline")
         .PipelineBuilder()
         .add_source(batches(case))
         .pipe(lambda indices: (len(indices), read(indices)), concurrency=SPDL_THREADS)
@@ -544,8 +552,8 @@ def _server(case: Case, serve: Callable[[Case], None], port: int) -> Iterator[No
 
 def _serve_tensorsocket(case: Case) -> None:
     """Serve tensors of batches, several of them in a message as its default has it."""
-    torch, producer = _import("torch"), _import("tensorsocket").TensorProducer
-    fd, starts, ends = _flat_table(case["files_path"])
+    torch, producer = import_package("torch"), import_package("tensorsocket").TensorProducer
+    fd, starts, ends = flat_table(case["files_path"])
     size = int(ends[0])
     if (ends - starts[: len(ends)] != size).any():
         raise FFServeError("TensorSocket sends tensors: the samples must have one size")
@@ -576,7 +584,7 @@ def _serve_tensorsocket(case: Case) -> None:
 def _stream_tensorsocket(case: Case) -> Delivered:
     port, ack, beat, echo = _ports(case, 4)
     with _server(case, _serve_tensorsocket, port):
-        consumer = _import("tensorsocket").TensorConsumer(
+        consumer = import_package("tensorsocket").TensorConsumer(
             port=port, ack_port=ack, heart_ports=(beat, echo), batch_size=case["batch"]
         )
         while True:
@@ -587,7 +595,7 @@ def _stream_tensorsocket(case: Case) -> Delivered:
 
 
 def _serve_tf_data(case: Case) -> None:
-    service = _import("tensorflow").data.experimental.service
+    service = import_package("tensorflow").data.experimental.service
     [port] = _ports(case, 1)
     dispatcher = service.DispatchServer(service.DispatcherConfig(port=port))
     address = dispatcher.target.split("://")[1]
@@ -600,7 +608,7 @@ def _stream_tf_data(case: Case) -> Delivered:
     the same data; uncompressed, since the network is this machine."""
     [port] = _ports(case, 1)
     with _server(case, _serve_tf_data, port):
-        data = _import("tensorflow").data
+        data = import_package("tensorflow").data
         service = data.experimental.service
         path = os.path.join(case["files_path"], "samples.tfrecord")
         files = data.TFRecordDataset(path, buffer_size=8 << 20).repeat().batch(case["batch"])

@@ -3,13 +3,14 @@
 This file has the list of commands and the exit code of each error. A command is a module that is
 imported when the command runs, so that ``ffserve --help`` imports nothing but click.
 
-Exit codes: 0 success, 1 bad or unreadable data, 2 usage (also a missing path, or one without
-permission), 3 no daemon, 130 interrupted.
+Every error is a line ``error: …`` and a line ``hint: …`` with what to do next, those of click among
+them. Exit codes: EXIT_CODES.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import io
 import logging
@@ -18,7 +19,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -33,11 +34,19 @@ from ffserve.errors import (
     printable,
 )
 
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
 EXIT_BAD_DATA = 1
 EXIT_USAGE = 2
 EXIT_NO_DAEMON = 3
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+EXIT_CODES = (
+    "Exit codes: 0 success, 1 bad or unreadable data, 2 usage (also a missing path, or one without "
+    "permission), 3 no daemon, 4 warnings (doctor), 130 interrupted, 141 nobody reads the output."
+)
+"""The last words of every help text; docs/howto/command-line.md has the same."""
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("trials.demo", "Pack files, serve them and train on them, in less than a minute."),
@@ -78,11 +87,32 @@ class CommandLine(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import the command's module and return the command."""
         if cmd_name not in COMMANDS:
-            return None
+            if ctx.resilient_parsing:  # completion
+                return None
+            raise UsageError(
+                f"no such command {cmd_name!r}",
+                hint=did_you_mean(cmd_name, COMMANDS) + "`ffserve --help` lists all commands",
+            )
         module = importlib.import_module(f"{__name__}.{COMMANDS[cmd_name][0]}")
         command = getattr(module, cmd_name.replace("-", "_"))
         assert isinstance(command, click.Command)
+        command.epilog = EXIT_CODES
+        if ctx.resilient_parsing:
+            from ffserve.cli.completion import complete_parameters
+
+            complete_parameters(command)
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return the commands that begin so, without importing them."""
+        from click.shell_completion import CompletionItem
+
+        found = [
+            CompletionItem(name, help=line)
+            for name, (_, line) in COMMANDS.items()
+            if name.startswith(incomplete)
+        ]
+        return found + click.Command.shell_complete(self, ctx, incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without importing them."""
@@ -140,8 +170,19 @@ def exit_code_of_all(codes: Iterable[str]) -> int:
     return EXIT_BAD_DATA
 
 
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return the beginning of a hint: the known words that are like a word, or nothing."""
+    near = difflib.get_close_matches(word, list(known))
+    return f"did you mean {' or '.join(near)}? " if near else ""
+
+
+def colours() -> bool | None:
+    """Return False if the user wants no colours; None lets terminals have them."""
+    return False if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" else None
+
+
 def report(error: BaseException) -> int:
-    """Write an error to standard error, below it a hint if there is one; return its exit code."""
+    """Write an error to standard error, below it a hint; return its exit code."""
     from ffserve.system.systemd import priority
 
     if isinstance(error, OSError) and isinstance(error.filename, (str, bytes)):
@@ -156,11 +197,40 @@ def report(error: BaseException) -> int:
         text, hint = text.removesuffix(f" ({hint})"), removed
     elif hint:
         text = text.removesuffix(f" ({hint})")
-    begin = priority(logging.ERROR)
-    click.echo(f"{begin}error: {printable(text)}", err=True)
+    if not hint and isinstance(error, FFServeError):
+        usage = isinstance(error, UsageError)
+        hint = _help_of(click.get_current_context(silent=True)) if usage else _DOCTOR
+    _write_error(priority(logging.ERROR), text, hint)
+    return exit_code(error)
+
+
+_DOCTOR = "`ffserve doctor`, with the path of the data, looks for the cause"
+
+
+def _help_of(context: click.Context | None) -> str:
+    """Return a hint: the help of the command that runs."""
+    words = [context.command_path, context.invoked_subcommand] if context else ["ffserve"]
+    return f"see `{' '.join(word for word in words if word)} --help`"
+
+
+def _write_error(begin: str, text: str, hint: str | None) -> None:
+    """Args: begin: see `systemd.priority`."""
+    word = click.style("error:", fg="red", bold=True)
+    click.echo(f"{begin}{word} {printable(text)}", err=True, color=colours())
     if hint:
         click.echo(f"{begin}  hint: {printable(hint)}", err=True)
-    return exit_code(error)
+
+
+def _report_usage(error: click.ClickException) -> int:
+    """Write an error of click in the form of all others; return its exit code."""
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    text, hint = error.format_message(), _help_of(context)
+    if isinstance(error, click.NoSuchOption):
+        text = f"no such option {error.option_name}"
+        near = " or ".join(error.possibilities or ())
+        hint = f"did you mean {near}? {hint}" if near else hint
+    _write_error("", text[:1].lower() + text[1:].removesuffix("."), hint)
+    return error.exit_code
 
 
 def _removed(path: str | None) -> str:
@@ -185,7 +255,7 @@ def _print_version(ctx: click.Context, _parameter: click.Parameter, wanted: bool
 @click.group(
     cls=CommandLine,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Exit codes: 0 success, 1 bad data, 2 usage, 3 no daemon.",
+    epilog=EXIT_CODES,
 )
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.option(
@@ -201,7 +271,7 @@ def cli(debug: bool) -> None:
     \b
       ffserve demo                                see it work
       ffserve pack photos/ -o photos.ffr          make a record file
-      ffserve serve --root /data --arena 16GiB    serve all files below /data
+      ffserve serve --root /data                  serve all files below /data
       ffserve status                              show its memory and jobs
     """
 
@@ -238,11 +308,16 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     try:
         code = cli.main(
-            None if arguments is None else list(arguments), "ffserve", standalone_mode=False
+            None if arguments is None else list(arguments),
+            "ffserve",
+            standalone_mode=False,
+            color=colours(),
         )
     except click.ClickException as error:
-        error.show()
-        return error.exit_code
+        if type(error).__name__ == "NoArgsIsHelpError":  # since click 8.2: `ffserve` alone
+            error.show()
+            return error.exit_code
+        return _report_usage(error)
     except (click.Abort, KeyboardInterrupt):
         return EXIT_INTERRUPTED
     except OSError as error:  # of writing a help text

@@ -9,8 +9,8 @@ import click
 format_option = click.option(
     "--format",
     "format_name",
-    metavar="NAME",
-    help="ffrecord, recordio or tfrecord.  [default: by content, then suffix]",
+    metavar="ffrecord|recordio|tfrecord",
+    help="Format of the files.  [default: by content, then suffix]",
 )
 jobs_option = click.option(
     "--jobs",

@@ -38,7 +38,7 @@ def progress(label: str, total: int, *, as_bytes: bool = False) -> Iterator[Prog
 
     Args:
         label: the work, such as "packing".
-        total: the amount of work.
+        total: the amount of work; 0 if it is not known.
         as_bytes: amounts are bytes.
     """
     if sys.stderr.isatty():
@@ -52,7 +52,7 @@ def progress(label: str, total: int, *, as_bytes: bool = False) -> Iterator[Prog
         with bars.Progress(
             *columns, bars.TimeRemainingColumn(), console=Console(stderr=True), transient=True
         ) as bar:
-            task = bar.add_task(label, total=total)
+            task = bar.add_task(label, total=total or None)
 
             def above_the_bar(text: str) -> None:
                 bar.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
@@ -65,7 +65,7 @@ def progress(label: str, total: int, *, as_bytes: bool = False) -> Iterator[Prog
 
     lock = threading.Lock()
     done = 0
-    reported = time.monotonic()
+    begun = reported = time.monotonic()
 
     def advance(more: int) -> None:
         nonlocal done, reported
@@ -75,10 +75,18 @@ def progress(label: str, total: int, *, as_bytes: bool = False) -> Iterator[Prog
             if now - reported < LINE_EVERY_S:
                 return
             reported = now
-            shown = format_size if as_bytes else "{:,}".format
-            click.echo(f"{label}: {shown(done)} of {shown(total)}", err=True)
+            click.echo(progress_line(label, done, total, now - begun, as_bytes=as_bytes), err=True)
 
     yield Progress(advance, _line)
+
+
+def progress_line(label: str, done: int, total: int, seconds: float, *, as_bytes: bool) -> str:
+    """Return how far work is, and how long the rest takes if it goes on as in these seconds."""
+    shown = format_size if as_bytes else "{:,}".format
+    if not 0 < done <= total:
+        return f"{label}: {shown(done)}"
+    left = duration((total - done) * seconds / done)
+    return f"{label}: {shown(done)} of {shown(total)}, {left} left"
 
 
 def _line(text: str) -> None:

@@ -254,6 +254,12 @@ class FileReader:
         return self._open().current_source(lead=lead)
 
     @property
+    def source(self) -> str:
+        """Where samples come from now; see ``ffserve.Reader.source``."""
+        source: str = self._open().source
+        return source
+
+    @property
     def names(self) -> list[str]:
         """The names of the samples; see ``ffserve.Reader.names``."""
         names: list[str] = self._open().names

@@ -31,6 +31,7 @@ import re
 import runpy
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -41,7 +42,12 @@ from setuptools.command.bdist_wheel import bdist_wheel  # type: ignore[import-un
 from setuptools.command.build_ext import build_ext  # type: ignore[import-untyped]
 from setuptools.command.build_py import build_py  # type: ignore[import-untyped]
 from setuptools.command.egg_info import egg_info  # type: ignore[import-untyped]
-from setuptools.errors import BaseError, CCompilerError, CompileError  # type: ignore[import-untyped]
+from setuptools.errors import (  # type: ignore[import-untyped]
+    BaseError,
+    CCompilerError,
+    CompileError,
+    PlatformError,
+)
 
 MODULE = "ffserve.engine._core"
 ARRAYS, ARRAYS_SOURCE = "ffserve.engine._arrays", "memory/arrays.c"
@@ -134,6 +140,8 @@ class BuildExt(build_ext):  # type: ignore[misc]
                 ext.sources = [os.path.relpath(HERE / ARRAYS_SOURCE)]
 
     def run(self) -> None:
+        if sys.platform != "linux":
+            raise PlatformError(f"ffserve is for Linux only, not for {sys.platform}")
         super().run()
         for ext in self.extensions:
             self._remove_others(Path(self.get_ext_fullpath(ext.name)))

@@ -6,6 +6,16 @@ call per batch, errors that cross whole from the workers, and a position that ca
 restored in mid-epoch.
 """
 
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ModuleNotFoundError(
+        "ffserve.torch needs PyTorch, which is not installed: pip install 'ffserve[torch]'",
+        name="torch",
+    ) from None
+
 from ffserve.torch.dataset import ConcatDataset, Dataset, RawDataset, ReaderRegistry, Subset
 from ffserve.torch.image_folder import DatasetFolder, ImageFolder
 from ffserve.torch.loader import DataLoader

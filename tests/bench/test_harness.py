@@ -11,8 +11,12 @@ import os
 import re
 import resource
 import shutil
+import socket
+import socketserver
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +40,8 @@ from benchmarks.harness.measuring import (
     measure,
     ratio,
 )
-from benchmarks.subjects import engine
+from benchmarks.harness.relay import relayed
+from benchmarks.subjects import engine, peer_rows
 from ffserve.bench import ceilings, samples
 from ffserve.bench.child_processes import running
 from ffserve.bench.samples import MIB, BenchmarkData
@@ -644,23 +649,94 @@ def test_all_cases_run_and_the_picture_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_picture_has_a_curve_for_everybody() -> None:
-    def row(who: str, size: int, clients: int, value: float, **more: Any) -> dict[str, Any]:
-        return {
-            "name": f"hot-peers/x/{who}", "description": who, "contestant": who,
-            "bytes": size, "unit": "×",
-            "clients": clients, "value": value, "low": value / 2, "high": value * 2,
-            "at_most": False, "yardstick": "memcpy", "mb_s": 1.0, "yardstick_mb_s": 2000.0, **more,
-        }  # fmt: skip
+def test_a_bar_of_the_picture_says_in_which_order_was_read() -> None:
+    """A fast bar of an easier order stood beside ours without a word."""
 
+    def row(who: str, mb_s: float) -> dict[str, Any]:
+        return {"name": f"jobs/4KiB/depth128/{who}", "bytes": 4000, "mb_s": mb_s}
+
+    rows = [row("LMDB", 4.0), row("one-order", 16.0), row("TFRecord", 8.0), row("ArrayRecord", 9.0)]
+    rows += [row("FFCV quasi-random", 32.0), {**row("LMDB", 4.0), "name": "cold/4KiB/x/LMDB"}]
+    assert picture.bars(rows, "4KiB") == [
+        ("FFCV quasi-random", 8000, "own order"),
+        ("ffserve, one order for both", 4000, "random order"),
+        ("TFRecord", 2000, "in order"),
+        ("LMDB", 1000, "random order"),
+    ]
+    assert picture.bars(rows, "100KiB") == []
+    assert set(picture.SHOWN) <= peers.BY_NAME.keys() | set(picture.OWN.values())
+    recorded = json.loads((ROOT / "docs/bench.json").read_text())["rows"]
+    for size in picture.PANELS:
+        assert {bar.name for bar in picture.bars(recorded, size)} == set(picture.SHOWN)
+
+
+# ---------------------------------------------------------------- loaders of several packages
+
+
+def test_loaders_and_peers_stand_in_the_documents_when_they_are_recorded() -> None:
+    assert readme._loaders({"rows": []}) == readme._peers({"rows": []}) == ""
     rows = [
-        row("ffserve read_batch", 4096, 1, 0.5), row("ffserve in_flight", 4096, 1, 0.75),
-        row("LMDB", 4096, 1, 0.25), row("LMDB", 1024, 1, 0.1), row("LMDB", 4096, 2, 0.2),
-    ]  # fmt: skip
-    by_size = picture.curves(rows, "hot", "bytes")
-    assert by_size["ffserve"] == {4096: (0.75, 0.375, 1.5)}
-    assert sorted(by_size["LMDB"]) == [1024, 4096]
-    assert by_size["yardstick"][4096] == (2.0, 2.0, 2.0)
-    assert sorted(picture.curves(rows, "hot", "clients")["LMDB"]) == [1, 2]
-    assert picture.STYLES.keys() >= peers.BY_NAME.keys()
-    assert picture.curves(rows, "cold", "bytes") == {}
+        {"name": f"loaders/4KiB/{who}", "bytes": 4096, "mb_s": mb_s, "value": 1.0}
+        for who, mb_s in (("torch-LMDB", 140.0), ("ffserve", 1500.0), ("MosaicML", 135.0))
+    ]
+    assert readme._loaders({"rows": rows}).endswith(
+        "4 KiB: **ffserve 370,000**, torch-LMDB 34,000, MosaicML 33,000.\n\n"
+    )
+    values = {"cpu": 30.4, "design": -1.0, "lost": 0.0}
+    rows = [{"name": f"peers/100KiB/x/{what}", "value": v} for what, v in values.items()]
+    head, _, line = readme._peers({"rows": rows}).strip().splitlines()
+    cells = dict(zip(head.split(" | "), line.split(" | "), strict=True))
+    assert cells["CPU µs"] == "30" and cells["lost, %"] == "0.0" and cells["design effect"] == ""
+
+
+def test_a_relay_counts_requests_and_makes_them_longer() -> None:
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            while self.rfile.readline():
+                while self.rfile.readline() not in (b"\r\n", b""):
+                    pass
+                self.wfile.write(answer)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as origin:
+        threading.Thread(target=origin.serve_forever, daemon=True).start()
+        address = str(origin.server_address[0]), int(origin.server_address[1])
+        with relayed(address, 0.05) as relay:
+            with socket.create_connection(("127.0.0.1", relay.port)) as client:
+                for _ in range(3):
+                    begun = time.monotonic()
+                    client.sendall(b"GET /x HTTP/1.1\r\nHost: y\r\n\r\n")
+                    assert client.recv(1000) == answer
+                    assert time.monotonic() - begun >= 0.05
+            assert (relay.requests, relay.received) == (3, 3 * len(answer))
+        origin.shutdown()
+
+
+@pytest.mark.check
+def test_loaders_lose_and_double_nothing_or_say_so(bench: Bench, tmp_path: Path) -> None:
+    """Over a small data set: ours goes on where its checkpoint was, torch's own begins again."""
+    pytest.importorskip("torch")
+    small, large = (peer_rows.numbered(str(tmp_path), size, 2048 * size) for size in (512, 1024))
+    known = [peers.BY_NAME["preadv"]]
+    notes: list[str] = []
+    rows: dict[str, float] = {}
+    for group in peer_rows.groups(bench, small, large, known, notes.append):
+        failed: dict[str, str] = {}
+        found = measure(group, 1, failed)
+        assert not failed, failed
+        rows |= {row["name"].partition("/")[2]: row["value"] for row in found}
+    assert rows["1KiB/ffserve/lost"] == rows["1KiB/ffserve/doubled"] == 0
+    assert rows["1KiB/torch-pread/lost"] == 0 and 40 <= rows["1KiB/torch-pread/doubled"] <= 60
+    for who in ("ffserve", "torch-pread"):
+        assert 0.3 < rows[f"1KiB/{who}/design"] < 3
+        assert rows[f"1KiB/{who}/per-core"] == pytest.approx(1e6 / rows[f"1KiB/{who}/cpu"])
+        assert min(rows[f"1KiB/{who}/{what}"] for what in ("pss", "first", "cpu")) > 0
+    if peer_rows.rclone() is not None:
+        assert 1 <= rows["1KiB/ffserve/bytes"] < 1.5 and rows["1KiB/ffserve/requests"] > 0
+
+
+def test_every_loader_has_a_package() -> None:
+    peer_loaders = pytest.importorskip("benchmarks.subjects.peer_loaders", exc_type=ImportError)
+    assert peer_loaders.LOADERS.keys() == peer_rows.PEERS.keys()
+    assert set(peer_rows.PEERS.values()) - {""} <= peers.BY_NAME.keys()

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,15 +24,17 @@ from command import ENVIRONMENT, error_of, on_a_terminal, run, spawned, text_of
 from daemon import DEADLINE_S, damage, run_python, until, write
 
 import ffserve
-from ffserve.cli import COMMANDS, report
+from ffserve.cli import COMMANDS, cli, report
+from ffserve.cli.completion import scripts
 from ffserve.cli.files.record_files import BATCH_COUNT, BATCH_SIZE, batches_of
-from ffserve.cli.terminal import histogram
+from ffserve.cli.terminal import histogram, progress_line
 from ffserve.compat.ffrecord import FileNameError
 from ffserve.compat.packed_folder import pack_folder
 from ffserve.engine.codec import crc32c
 from ffserve.folders import folder_packing
 
 ENVIRONMENT.pop("FFSERVE_SOCKET", None)
+CODES = ("0", "1", "2", "3", "4", "130", "141")
 
 
 @pytest.fixture
@@ -72,13 +75,31 @@ def test_help_names_every_command_and_each_has_an_example() -> None:
     for name in COMMANDS:
         assert f"\n  {name} " in overview
         own = text_of(name, "--help")
-        assert name == "demo" or f"  ffserve {name}" in own
+        assert f"  ffserve {name}" in own
+        assert all(f"{code} " in own.partition("Exit codes:")[2] for code in CODES), own
     assert text_of("--version") == f"ffserve {ffserve.__version__}\n"
 
 
+def test_the_exit_codes_of_the_help_are_those_of_the_document() -> None:
+    page = Path(__file__).parents[2] / "docs/howto/command-line.md"
+    assert tuple(re.findall(r"^\| (\d+) \|", page.read_text(), re.M)) == CODES
+
+
 def test_a_wrong_call_is_usage() -> None:
-    assert "No such command" in error_of("srve", code=2)
-    assert "No such option" in error_of("status", "--jsn", code=2)
+    """Errors of click had another form than all others, and named no command that helps."""
+    assert error_of("srve", code=2) == (
+        "error: no such command 'srve'\n"
+        "  hint: did you mean serve? `ffserve --help` lists all commands"
+    )
+    assert error_of("status", "--jsn", code=2) == (
+        "error: no such option --jsn\n  hint: did you mean --json? see `ffserve status --help`"
+    )
+    assert error_of("pack", "x", "-o", "y", "--shards", "0", code=2).startswith(
+        "error: invalid value for '--shards': "
+    )
+    for words in (["verify"], ["serve", "--no-such-thing"], ["--nothing"], ["cat", "a"]):
+        first, second = error_of(*words, code=2).split("\n")
+        assert first.startswith("error: ") and "--help`" in second
     assert "--arena: invalid size '4Q'" in error_of("serve", "--arena", "4Q", code=2)
     assert "invalid size '4Q'" in error_of("resize", "4Q", code=2)
     run("pack", "somewhere", code=2)
@@ -87,6 +108,70 @@ def test_a_wrong_call_is_usage() -> None:
 def test_a_configuration_with_an_unknown_key_is_usage(tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_text("arean = 3")
     assert "did you mean arena" in error_of("serve", "--config", tmp_path / "x.toml", code=2)
+
+
+def test_every_refusal_names_the_next_command(tmp_path: Path) -> None:
+    assert "hint: see `ffserve run --help`" in error_of(
+        "run", "--input", "x", "--input-strategy", "stream", "--rename-input-files", "--", "true",
+        code=2,
+    )  # fmt: skip
+    (tmp_path / "foreign.ffr").write_bytes(b"no record file")
+    assert "  hint: " in error_of("inspect", tmp_path / "foreign.ffr", code=1)
+
+
+def test_colours_are_for_terminals_and_no_color_forbids_them(tmp_path: Path) -> None:
+    words = ("inspect", tmp_path / "none.ffr")
+    assert b"\x1b[31m" in on_a_terminal(*words)[0]
+    assert b"\x1b" not in on_a_terminal(*words, NO_COLOR="1")[0]
+    assert b"\x1b" not in on_a_terminal(*words, TERM="dumb")[0]
+    assert "\x1b" not in error_of(*words, code=2)
+
+
+def test_lines_of_progress_have_an_estimate() -> None:
+    about = progress_line("packing", 1 << 20, 4 << 20, 10, as_bytes=True)
+    assert about == "packing: 1.00 MiB of 4.00 MiB, 30 s left"
+    assert progress_line("warming", 5, 5, 10, as_bytes=False) == "warming: 5 of 5, 0 s left"
+    assert progress_line("verifying", 5000, 0, 10, as_bytes=False) == "verifying: 5,000"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("ffserve st", {"status", "stop", "stage"}),
+        ("ffserve pack --sha", {"--shards"}),
+        ("ffserve serve --eng", {"--engine"}),
+        ("ffserve serve --engine ur", {"uring"}),
+        ("ffserve inspect --format ffr", {"ffrecord"}),
+        ("ffserve verify --jobs 2 pho", {"FILES"}),
+        ("ffserve serve --root ", {"FILES"}),
+        ("ffserve mount --server /ru", {"FILES"}),
+        ("ffserve resize ", set()),
+    ],
+)
+def test_a_shell_completes(line: str, expected: set[str], tmp_path: Path) -> None:
+    """In a real bash; names of files are completed by the shell itself."""
+    command = tmp_path / "ffserve"
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ffserve "$@"\n')
+    command.chmod(0o755)
+    last = "''" if line.endswith(" ") else ""
+    program = (
+        'eval "$(_FFSERVE_COMPLETE=bash_source ffserve)"\n'
+        "compopt() { COMPREPLY=(FILES); }\n"
+        f"COMP_WORDS=({line}{last})\n"
+        "COMP_CWORD=$((${#COMP_WORDS[@]} - 1))\n"
+        '_ffserve_completion ffserve\nprintf "%s\\n" "${COMPREPLY[@]}"\n'
+    )
+    done = subprocess.run(
+        ["bash", "--norc", "-c", program], capture_output=True, text=True, timeout=60,
+        env={**ENVIRONMENT, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    assert set(done.stdout.split()) == expected, done.stderr
+
+
+def test_packages_have_the_scripts_of_three_shells() -> None:
+    found = scripts(cli)
+    assert {path.split("/")[3] for path in found} == {"bash-completion", "zsh", "fish"}
+    assert all("_FFSERVE_COMPLETE" in text for text in found.values())
 
 
 def test_no_daemon_is_3(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -175,6 +176,17 @@ def test_everything_is_shown(
         if directory := os.environ.get("SCREENSHOTS"):
             until(lambda: points(page) >= POINTS, "the graphs are long")
             page.screenshot(path=Path(directory) / f"page-{size}-{scheme}.png", full_page=True)
+
+
+def test_a_screenshot_of_the_page_ends(busy: tuple[Daemon, str], tmp_path: Path) -> None:
+    """Headless Chromium waits for the end of all requests, and the event stream had none."""
+    if CHROMIUM is None:
+        pytest.skip("no Chromium: bash .ci/setup --page")
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--virtual-time-budget=9000"]
+    command += [f"--user-data-dir={tmp_path}", "--window-size=1280,900"]
+    command += ["--dump-dom", f"{busy[1]}/?once"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "resnet-50" in done.stdout, done.stderr
 
 
 def points(page: Any) -> int:

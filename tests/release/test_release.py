@@ -17,19 +17,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from built_files import DIST, VERSION, pip, platform, wheel
 from daemon import until
 from emulated import ABSENT
 from roots import NoRoot, release, run_in
 from systemd_container import SOURCE, Container, NoSystemd, booted
 
-import ffserve
-
 pytestmark = pytest.mark.wheels
 
 ROOT = Path(__file__).parents[2]
-DIST = ROOT / "dist"
-VERSION = ffserve.__version__
-"""Of the sources; that of a build also names the commit."""
 LICENCES = {"LICENSE", "LICENSE.ISA-L", "LICENSE.liburing", "LICENSE.zlib"}
 RELEASES = {"bookworm": "3.11", "trixie": "3.13"}
 """Releases of Debian, and their Python."""
@@ -110,27 +106,6 @@ print(core.lib.ffs_engine_open(engine, 2, 2, 1))  # Linux AIO
 """
 
 
-def wheel(architecture: str, tag: str = "abi3") -> Path:
-    """Return the wheel for a processor."""
-    found = list(DIST.glob(f"ffserve-{VERSION}*-{tag}-*_{architecture}.whl"))
-    assert len(found) == 1, f"dist/ has {len(found)} wheels for {architecture}: run `make wheels`"
-    return found[0]
-
-
-def pip(*words: object) -> None:
-    """Run pip of this environment."""
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-
-
-def platform(architecture: str, python: str) -> list[str]:
-    """Return the options of pip for another processor and another Python."""
-    names = [f"manylinux_2_{minor}_{architecture}" for minor in range(28, 16, -1)]
-    words = ["--only-binary=:all:", "--implementation=cp", f"--python-version={python}"]
-    return [*words, *(f"--platform={each}" for each in (*names, f"manylinux2014_{architecture}"))]
-
-
 def empty(name: str, packages: Sequence[str], architecture: str = "amd64") -> Path:
     try:
         return release(name, packages, architecture)
@@ -138,10 +113,18 @@ def empty(name: str, packages: Sequence[str], architecture: str = "amd64") -> Pa
         pytest.skip(str(error))
 
 
-def test_the_workflows_are_what_github_takes() -> None:
+@pytest.mark.parametrize(
+    ("schema", "pattern"),
+    [
+        ("workflows", "workflows/*.yml"),
+        ("issue-config", "ISSUE_TEMPLATE/config.yml"),
+        ("issue-forms", "ISSUE_TEMPLATE/[!c]*.yml"),
+    ],
+)
+def test_the_workflows_and_forms_are_what_github_takes(schema: str, pattern: str) -> None:
     program = str(Path(sys.executable).with_name("check-jsonschema"))
-    files = sorted((ROOT / ".github/workflows").glob("*.yml"))
-    words = [program, "--builtin-schema", "vendor.github-workflows", *files]
+    files = sorted((ROOT / ".github").glob(pattern))
+    words = [program, "--builtin-schema", f"vendor.github-{schema}", *files]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert files and done.returncode == 0, done.stdout + done.stderr
 
@@ -153,7 +136,8 @@ def test_a_wheel_needs_an_old_glibc_and_nothing_else(architecture: str) -> None:
     done = subprocess.run([program, "show", path], capture_output=True, text=True, check=True)
     shown = " ".join(done.stdout.split())
     tag = re.search(r'platform tag: "manylinux_2_(\d+)_(\w+)"', shown)
-    assert tag is not None and tag[2] == architecture and int(tag[1]) <= 28, shown
+    assert tag is not None and tag[2] == architecture, shown
+    assert f"It needs glibc 2.{tag[1]} " in (ROOT / "docs/howto/install.md").read_text()
     assert set(re.findall(r"\blib\w+\.so\.\d+", shown)) <= {"libc.so.6", "libpthread.so.0"}, shown
     with zipfile.ZipFile(path) as archive:
         names = [name for name in archive.namelist() if not name.endswith("/")]
@@ -163,6 +147,26 @@ def test_a_wheel_needs_an_old_glibc_and_nothing_else(architecture: str) -> None:
     assert (
         "ffserve/systemd/ffserve.toml" in names and "ffserve/server/status/assets/page.js" in names
     )
+
+
+@pytest.mark.parametrize("architecture", ["x86_64", "aarch64"])
+def test_a_wheel_says_which_libraries_are_inside(architecture: str) -> None:
+    from cyclonedx.schema import SchemaVersion
+    from cyclonedx.validation.json import JsonStrictValidator
+
+    path = wheel(architecture)
+    with zipfile.ZipFile(path) as archive:
+        [name] = [name for name in archive.namelist() if name.endswith("/sboms/ffserve.cdx.json")]
+        text = archive.read(name).decode()
+        [record] = [name for name in archive.namelist() if name.endswith(".dist-info/RECORD")]
+        assert f"{name},sha256=" in archive.read(record).decode()
+    assert text == (DIST / "ffserve.cdx.json").read_text()
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
+    bill = json.loads(text)
+    assert bill["metadata"]["component"]["version"] == path.name.split("-")[1]
+    inside = {each["name"]: each["version"] for each in bill["components"]}
+    assert set(inside) == {"ISA-L", "liburing", "zlib"}
+    assert all(re.fullmatch(r"\d+(\.\d+)+", version) for version in inside.values()), inside
 
 
 @pytest.mark.parametrize("name", RELEASES)
@@ -326,6 +330,8 @@ def test_the_package_is_a_service_until_it_is_purged(machine: Container) -> None
     assert machine.property("ffserve.socket", "ActiveState") == "active"
     assert machine.property("ffserve.socket", "UnitFileState") == "enabled"
     assert machine.property("ffserve.service", "ActiveState") == "inactive"
+    script = "source /usr/share/bash-completion/completions/ffserve && complete -p ffserve"
+    assert "_ffserve_completion" in machine.run("bash", "-c", script)
     machine.write("/etc/ffserve/ffserve.toml", SETTINGS)
     assert "of 64.0 MiB" in machine.run("ffserve", "status", user="alice"), "it starts the daemon"
     found = json.loads(machine.run("ffserve", "doctor", "--json", code=None))

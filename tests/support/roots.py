@@ -60,6 +60,19 @@ def release(name: str, packages: Sequence[str], architecture: str = "amd64") -> 
     return place
 
 
+def prefix_of(version: str) -> Path:
+    """Return where this machine has a Python. Raises: NoRoot."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    found = [shutil.which(f"python{version}"), *sorted(pyenv.glob(f"{version}.*/bin/python"))]
+    script = "import sys; print('%d.%d' % sys.version_info[:2]); print(sys.base_prefix)"
+    for each in filter(None, found):
+        done = subprocess.run([each, "-c", script], capture_output=True, text=True)
+        said, _, prefix = done.stdout.strip().partition("\n")
+        if said == version and prefix != "/usr":
+            return Path(prefix)
+    raise NoRoot(f"this machine has no Python {version} that can be shown to another system")
+
+
 def _output(*words: str) -> str:
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout
 

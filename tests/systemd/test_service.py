@@ -338,7 +338,7 @@ def test_an_upgrade_under_load_refuses_no_batch(machine: Container) -> None:
     copy = machine.data / "next"
     leave = shutil.ignore_patterns("*.so", "__pycache__", "build")
     copy.mkdir()
-    for name in ("Makefile", "README.md", "pyproject.toml"):
+    for name in ("LICENSE", "Makefile", "README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, copy)
     for name in ("docs", "ffserve", "systemd"):
         shutil.copytree(ROOT / name, copy / name, ignore=leave)

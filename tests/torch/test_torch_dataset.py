@@ -321,3 +321,18 @@ def test_ffserve_itself_does_not_import_torch() -> None:
     subprocess.run(
         [sys.executable, "-c", script], check=True, env={"PYTHONPATH": ":".join(sys.path)}
     )
+
+
+def test_without_pytorch_the_error_names_the_extra() -> None:
+    program = "import sys; sys.modules['torch'] = None; import ffserve.torch"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ModuleNotFoundError: ") and "pip install 'ffserve[torch]'" in last
+
+
+def test_every_reader_says_where_samples_come_from(file: str) -> None:
+    """`dataset.reader`, which the documents ask to look at, had no `source`."""
+    with ffserve.open(file) as reader:
+        expected = reader.source
+    assert Dataset(file).reader.source == FileReader(file).source == expected
+    assert FileReader.for_files([file]).source == expected

@@ -162,7 +162,8 @@ def _fill(path: Path) -> None:
     [
         name if name == "README.md" else pytest.param(name, marks=pytest.mark.check)
         for name in NAMES
-        if any(b.runs and b.language in {"python", "sh"} for b in blocks(name))
+        if not name.startswith("docs/tutorials/")  # `make site` runs them
+        and any(b.runs and b.language in {"python", "sh"} for b in blocks(name))
     ],
 )
 def test_every_block_runs(name: str, folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -69,9 +70,55 @@ def test_the_metadata_name_authors_and_what_it_is_for() -> None:
         assert promised in classifiers
 
 
+ELSEWHERE = """
+import sys
+from setuptools import Distribution
+from setuptools.errors import PlatformError
+from ffserve.engine.build_core import BuildExt
+
+sys.platform = "darwin"
+sys.modules.pop("ffserve")
+try:
+    import ffserve
+except ImportError as error:
+    print(error)
+try:
+    BuildExt(Distribution({"name": "ffserve"})).run()
+except PlatformError as error:
+    print(error)
+"""
+
+
+def test_other_systems_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    imported, built = run(ELSEWHERE, tmp_path)
+    assert imported == (
+        "ffserve runs on Linux only, not on darwin: run it on a Linux machine, in WSL 2, or in a "
+        "Linux container (Docker, Podman, Colima)"
+    )
+    assert built == "ffserve is for Linux only, not for darwin"
+
+
+def test_the_notes_of_a_release_are_its_section_of_the_changelog() -> None:
+    notes = runpy.run_path(str(ROOT / ".ci/notes.py"))["notes"]
+    said = (ROOT / "docs/CHANGELOG.md").read_text()
+    version = ffserve.__version__
+    with pytest.raises(ValueError, match="has no section for v9"):
+        notes(said, "v9")
+    if f"## {version}, not yet released" in said:
+        with pytest.raises(ValueError, match="write the date"):
+            notes(said, f"v{version}")
+        said = said.replace("not yet released", "2026-12-01")
+    text = notes(said, f"v{version}")
+    assert text.startswith("The first version.") and "## " not in text and "](" not in text
+    linked = notes(said, f"v{version}", "https://example.org/a/b")
+    assert f"](https://example.org/a/b/blob/v{version}/docs/howto/replace.md)" in linked
+    later = f"# Changes\n\n## 9.0, 2030-01-01\n\nnew\n\n{said.partition('# Changes')[2]}"
+    assert notes(later, "v9.0") == "new\n" and notes(later, f"v{version}") == text
+
+
 NEEDED = """
-want_bench=no want_ceph=no want_page=no want_spark=no want_stores=no want_systemd=no want_view=no
-want_wheels=no want_release=no venv=.venv
+want_bench=no want_ceph=no want_page=no want_site=no want_spark=no want_stores=no want_systemd=no
+want_view=no want_wheels=no want_release=no venv=.venv
 for option in $(make -n wheels | sed -n 's/.*setup//p'); do declare "want_${option#--}=yes"; done
 have() { false; }
 python_fits() { true; }
@@ -92,7 +139,7 @@ def test_building_wheels_installed_podman_unasked() -> None:
 
 def copy_sources(target: Path) -> None:
     """Copy what a build needs."""
-    for name in ("README.md", "docs", "ffserve", "pyproject.toml", "systemd"):
+    for name in ("LICENSE", "README.md", "docs", "ffserve", "pyproject.toml", "systemd"):
         if (ROOT / name).is_dir():
             leave = shutil.ignore_patterns("*.so", "__pycache__")
             shutil.copytree(ROOT / name, target / name, ignore=leave)
@@ -254,8 +301,8 @@ def test_the_top_level_stays_as_it_is_listed() -> None:
     if tracked.returncode != 0:
         pytest.skip("not a git checkout")
     assert {line.partition("/")[0] for line in tracked.stdout.splitlines()} <= {
-        ".ci", ".clang-format", ".github", ".gitignore", "Makefile", "README.md", "benchmarks",
-        "docs", "ffserve", "pyproject.toml", "systemd", "tests",
+        ".ci", ".clang-format", ".github", ".gitignore", "LICENSE", "Makefile", "README.md",
+        "benchmarks", "docs", "ffserve", "pyproject.toml", "systemd", "tests",
     }  # fmt: skip
 
 
@@ -266,7 +313,7 @@ def test_readme_names_the_two_commands() -> None:
 
 def test_the_first_example_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text()
-    program = text.split("\n## Read\n")[1].split("```python\n")[1].split("```")[0]
+    program = text.split("\n## Read and write\n")[1].split("```python\n")[1].split("```")[0]
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program],
         cwd=tmp_path,

@@ -17,8 +17,9 @@ from ffserve.errors import printable
 @click.argument("inputs", nargs=-1, required=True, metavar="IN...")
 @click.argument("out")
 @click.option(
-    "--format", "format_name", metavar="NAME", help="Format of OUT.  [default: by its suffix]"
-)
+    "--format", "format_name", metavar="ffrecord|recordio|tfrecord",
+    help="Format of OUT.  [default: by its suffix]",
+)  # fmt: skip
 @click.option(
     "--shards", type=click.IntRange(1, 100_000), default=1, show_default=True,
     help="Number of files; if more than one, OUT is a directory.",
@@ -28,7 +29,7 @@ from ffserve.errors import printable
     show_default=True, help="Number of processes; each writes one shard at a time.",
 )  # fmt: skip
 @click.option(
-    "--compress", metavar="NAME", help="none, snappy, gzip or zlib; depends on OUT's format."
+    "--compress", metavar="none|snappy|gzip|zlib", help="Compression; depends on OUT's format."
 )
 @click.option("--dialect", metavar="py|go", help="Dialect of RecordIO.")
 @click.option("--max-chunk-size", metavar="SIZE", help="RecordIO: bytes per chunk, such as 1MiB.")

@@ -25,7 +25,14 @@ from typing import Any
 import click
 
 from ffserve.bench import child_processes
-from ffserve.cli.terminal import percent, print_facts, print_json, print_table, progress
+from ffserve.cli.terminal import (
+    duration,
+    percent,
+    print_facts,
+    print_json,
+    print_table,
+    progress,
+)
 from ffserve.config import ENGINES, default_arena_size, format_size
 
 MOST_FILES = 6000
@@ -88,6 +95,7 @@ def demo(
       ffserve demo
       ffserve demo --no-torch --json
     """
+    begun = time.monotonic()
     say = Narration(quiet=as_json)
     with child_processes.interruptible(), contextlib.ExitStack() as stack:
         work = stack.enter_context(child_processes.work_directory("ffserve-demo-", directory))
@@ -123,6 +131,7 @@ def demo(
         "checksum_failures": final["cache"]["checksum_failures"],
         "jobs": jobs,
         "stop_seconds": seconds,
+        "seconds": time.monotonic() - begun,
     }
     if as_json:
         print_json(result)
@@ -346,7 +355,8 @@ def _print_result(result: dict[str, Any]) -> None:
             "The jobs trained with numpy and without workers, since PyTorch is missing or disabled."
         )
     command = _own_command()
-    click.echo("\nNothing is left running. Next steps with your own data:")
+    click.echo(f"\nAll of it took {duration(result['seconds'])}, and nothing is left running.")
+    click.echo("Next steps with your own data:")
     print_facts(
         [
             (f"{command} pack DIR -o data.ffr", "pack a directory into a record file"),

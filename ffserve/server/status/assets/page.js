@@ -15,6 +15,7 @@ const SVG = "http://www.w3.org/2000/svg";
 
 const past = { samples: [], hits: [], disk: [], memory: [] };
 const pastOfJobs = new Map();
+const once = location.search === "?once"; // for programs that wait until the page is loaded
 let lastEvent = 0;
 let allEnded = false;
 
@@ -333,7 +334,10 @@ function state(className, text) {
 
 function watch() {
   const events = new EventSource("events");
-  events.addEventListener("overview", (message) => show(JSON.parse(message.data)));
+  events.addEventListener("overview", (message) => {
+    show(JSON.parse(message.data));
+    if (once) events.close();
+  });
   events.addEventListener("error", () => {
     state("lost", "the daemon does not answer");
     if (events.readyState === EventSource.CLOSED) setTimeout(watch, 3000);
@@ -345,6 +349,6 @@ document.querySelector("#ended button").addEventListener("click", (click) => {
   click.target.hidden = true; // the next event brings the rows
 });
 setInterval(() => {
-  if (lastEvent && Date.now() - lastEvent > LATE_MS) state("lost", "the daemon does not answer");
+  if (!once && lastEvent && Date.now() - lastEvent > LATE_MS) state("lost", "the daemon does not answer");
 }, 1000);
 watch();
