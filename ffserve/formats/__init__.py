@@ -13,6 +13,7 @@ NAMES = (
     "ffrecord",
     "recordio",
     "tfrecord",
+    "tar",
 )  # fmt: skip
 """Modules of this package, each with a ``FORMAT``; detected in this order, imported on demand."""
 
