@@ -29,6 +29,7 @@ from ffserve.client.failover import OpenRequest, SourceSelector, closed_error
 from ffserve.client.local.local_source import LocalSource
 from ffserve.client.record_stream import RecordStream
 from ffserve.client.source import Batch, Leased, SampleSource, cut
+from ffserve.dataset.fields import FieldRows, FieldSelection, FieldTable
 from ffserve.dataset.layout import Numbering, Selection, as_int64, check_range
 from ffserve.dataset.layout import ShardInfo as ShardInfo
 from ffserve.dataset.paths import PathLike, expand_paths
@@ -37,15 +38,21 @@ from ffserve.dtypes import Bytes, Int64s
 from ffserve.errors import (
     ArenaError,
     FFServeError,
+    FormatError,
     ServerUnavailable,
     UsageError,
     raise_first,
 )
+from ffserve.formats.members import ABOUT, BLOCK_COUNT, Members, split_name, unpacked
 from ffserve.formats.tfstream import RECORD_LIMIT
 from ffserve.store.origin import ObjectVersion
 
 T = TypeVar("T")
 
+_SURROGATES: dict[str, Any] = {"errors": "surrogateescape"}
+NAME_BLOCKS = 4096
+"""A reader keeps at most about this many blocks of names of tar files."""
+NAMES_AT_ONCE = 65_536
 READ_AHEAD_SIZE = 4 * 1024 * 1024
 READ_AHEAD_COUNT = 1024
 REQUESTS_AHEAD = 3
@@ -60,8 +67,8 @@ SIZES_AT_ONCE = 65_536
 """One request looks up the lengths of this many samples."""
 
 _OF_THIS_PROCESS = frozenset(
-    ("_announced", "_by_name", "_directories", "_indexing", "_labels", "_names", "_opening")
-) | {"_selector", "_selectors", "_stream"}
+    ("_announced", "_by_name", "_directories", "_indexing", "_labels", "_name_blocks", "_names")
+) | {"_opening"} | {"_selector", "_selectors", "_stream"}
 
 
 def open(
@@ -71,13 +78,14 @@ def open(
     server: str = "auto",
     verify: bool = True,
     on_error: Literal["raise", "skip"] = "raise",
+    fields: Sequence[str] | None = None,
 ) -> Reader:
     """Open record files as one sequence of samples.
 
     Args:
         paths: one file, a directory, a glob pattern, the URL of one of these (`s3://…` and all
             others of fsspec), or a sequence of these; samples are numbered through them in order.
-        format: "ffrecord", "recordio", "tfrecord", or None to tell by content, then by suffix.
+        format: "ffrecord", "recordio", "tfrecord", "tar", or None to tell by content, then by suffix.
         server: "auto": the daemon if its socket answers, else an engine in this process; which
             one it is stands in `reader.source`. "start", and "auto" with URLs or with
             FFSERVE_START=1 in the environment: the same, but a daemon is started for this user if
@@ -89,6 +97,9 @@ def open(
             them, and the reader then holds only the intact ones, in order. `reader.damaged` has
             the errors of the others. A file that is damaged between its samples, or was cut, is
             read as far as it can be.
+        fields: of tar files, the fields of a sample that are read, such as ["jpg", "cls"]; None:
+            all. With one field a sample is its bytes, as in other files; with several it is a dict
+            (`FieldReader`).
 
     Of a packed folder the samples are its files, and `reader.names` has their names.
 
@@ -102,11 +113,11 @@ def open(
         FormatError, ChecksumError, TruncatedError: a file is not what its format demands.
         MissingFile (a FileNotFoundError), AccessDenied, ReadError: a file cannot be opened.
         ServerUnavailable: a daemon is required and does not answer.
-        UsageError: an invalid option.
+        UsageError: an invalid option; a field that no sample has.
 
     Cost: with a daemon that has the files open already one round trip; else their tables are read.
     """
-    return open_files(paths, format, server, verify, on_error)
+    return open_files(paths, format, server, verify, on_error, fields=fields)
 
 
 def open_files(
@@ -117,17 +128,23 @@ def open_files(
     on_error: Literal["raise", "skip"] = "raise",
     *,
     whole: bool = False,
+    fields: Sequence[str] | None = None,
 ) -> Reader:
-    """Open files as `open` does. Args: whole: the names of a packed folder are a sample, too."""
+    """Open files as `open` does. Args: whole: the names of a packed folder are a sample, too, and
+    each member of a tar file is one."""
     suffixes = check_options(format, server, on_error)
     tolerant = on_error == "skip"
     files = expand_paths(paths, suffixes=suffixes)
     if format in (None, "tfrecord") and is_compressed(files[0]):
+        if fields is not None:
+            raise _no_fields(files[0])
         stream = StreamReader(files, server, verify=verify, tolerant=tolerant)
         if server not in ("auto", "start", "off"):
             stream.open_by_index()
         return stream
-    reader = Reader(files, format, server, verify, tolerant, whole=whole)
+    reader = Reader(files, format, server, verify, tolerant, whole=whole, fields=fields)
+    if reader._fields is not None and reader._fields.several:
+        reader.__class__ = FieldReader  # what the samples are is known when the files are open
     if tolerant:
         try:
             reader._leave_out_damaged()
@@ -153,6 +170,14 @@ def check_options(format: str | None, server: str, on_error: str) -> Callable[[]
     return lambda: formats.suffixes(format)
 
 
+def _no_fields(path: str) -> UsageError:
+    return UsageError(
+        "only samples of tar files have fields",
+        path=path,
+        hint="leave fields out; of tf.train.Examples ffserve.torch.Dataset takes features",
+    )
+
+
 class BaseReader:
     """Readers that block and readers that await: indices, numbers, errors, counters.
 
@@ -165,8 +190,12 @@ class BaseReader:
 
     def __init__(self, request: OpenRequest) -> None:
         self._request = request
-        self._numbering: Numbering | Selection | None = None
+        self._numbering: Numbering | Selection | FieldSelection | None = None
         """None: all samples are shown."""
+        self._fields: FieldSelection | None = None
+        """Of files whose records are members of samples."""
+        self._has_members = False
+        """Whether the files have names of all records."""
         self._folders = np.zeros(0, np.int64)
         """Numbers of the hidden samples with names."""
         self._damaged: list[FFServeError] = []
@@ -180,6 +209,7 @@ class BaseReader:
         self._labels: dict[str, dict[int, Any]] = {}
         """By column and number of the sample."""
         self._by_name: dict[str, int] | None = None
+        self._name_blocks: dict[tuple[int, int], list[bytes]] = {}
         connections.call_after_fork(self)
 
     def __len__(self) -> int:
@@ -195,6 +225,12 @@ class BaseReader:
             raise closed_error()
         chosen = check_range(as_int64(indices, len(self)), len(self))
         return chosen if self._numbering is None else self._numbering.numbers(chosen)
+
+    def _key_numbers(self, indices: Any) -> Int64s:
+        """Return a record of each sample, whose name has the key. Raises: UsageError."""
+        if not self._has_members:
+            raise UsageError("only tar files have keys", path=self._request.paths[0])
+        return self._numbers(indices)
 
     def _all_numbers(self) -> Int64s:
         shown = np.arange(len(self), dtype=np.int64)
@@ -252,6 +288,10 @@ class BaseReader:
         self._hide(np.array(list(bad), np.int64))
 
     def _hide(self, numbers: Int64s) -> None:
+        if isinstance(self._numbering, Selection):
+            left = ~np.isin(self._numbering.chosen, numbers)
+            self._numbering = Selection(self._numbering.chosen[left])
+            return
         if isinstance(self._numbering, Numbering):
             numbers = np.concatenate((numbers, self._numbering.hidden))
         if len(numbers):
@@ -287,6 +327,9 @@ class BaseReader:
 
     def _shown_shards(self, shards: list[ShardInfo]) -> list[ShardInfo]:
         """Return the files of a source without the samples that are names."""
+        if self._fields is not None:
+            edges = zip(shards, *self._fields.table.edges, strict=True)
+            return [dataclasses.replace(s, first=first, count=count) for s, first, count in edges]
         if not len(self._folders):
             return list(shards)
         shown: list[ShardInfo] = []
@@ -346,6 +389,86 @@ class BaseReader:
             )
         return index
 
+    # ---- fields ---------------------------------------------------------------------------
+
+    def _files_of_members(self, source: SampleSource, fields: Sequence[str] | None) -> list[int]:
+        """Return the positions of the files whose records are members of samples: all or none.
+
+        Raises: UsageError: fields are asked for where there are none; there are other files, too.
+        """
+        shards = source.shards
+        found = [k for k, shard in enumerate(shards) if shard.format == "tar"]
+        if not found and fields is not None:
+            raise _no_fields(shards[0].path)
+        if found and len(found) < len(shards):
+            other = next(shard for shard in shards if shard.format != "tar")
+            raise UsageError(
+                f"tar files cannot be one data set with a file of {other.format}",
+                path=other.path,
+                hint="open them by themselves; ffserve.torch.ConcatDataset joins data sets",
+            )
+        self._has_members = bool(found)
+        return found
+
+    def _set_fields(
+        self, source: SampleSource, abouts: list[bytes], fields: Sequence[str] | None
+    ) -> None:
+        """Show samples by fields. Args: abouts: the descriptions of the files."""
+        shards = source.shards
+        rows = zip(abouts, shards, strict=True)
+        members = [Members.of(about, shard.count, shard.path) for about, shard in rows]
+        paths = [shard.path for shard in shards]
+        table = FieldTable(members, lambda k: source.tables(k)[2], paths)
+        chosen = self._fields = table.choose(fields, paths[0])
+        if chosen.several:
+            return
+        self._numbering = chosen
+        lacking = chosen.without() if self._request.tolerant else np.zeros(0, np.int64)
+        if len(lacking):
+            every = np.arange(chosen.count, dtype=np.int64)
+            self._damaged += [chosen.lacks(index) for index in lacking.tolist()]
+            self._numbering = Selection(chosen.numbers(np.setdiff1d(every, lacking)))
+
+    @property
+    def fields(self) -> list[str]:
+        """The fields of the samples of tar files, in order; of other files there are none."""
+        return [] if self._fields is None else list(self._fields.names)
+
+    def _blocks_of(self, source: SampleSource, numbers: Int64s) -> list[tuple[int, int]]:
+        """Return the blocks of names, of these records, that are not known yet."""
+        shards, firsts = self._places_of(source, numbers)
+        if len(self._name_blocks) > NAME_BLOCKS:
+            self._name_blocks = {}
+        pairs = np.unique(np.stack((shards, firsts // BLOCK_COUNT), axis=1), axis=0).tolist()
+        return [(k, n) for k, n in pairs if (k, n) not in self._name_blocks]
+
+    @staticmethod
+    def _places_of(source: SampleSource, numbers: Int64s) -> tuple[Int64s, Int64s]:
+        """Return the file of each record, and its number in that."""
+        firsts = np.array([shard.first for shard in source.shards], np.int64)
+        shards = np.searchsorted(firsts, numbers, side="right") - 1
+        return shards, numbers - firsts[shards]
+
+    def _names_of(
+        self,
+        source: SampleSource,
+        numbers: Int64s,
+        asked: list[tuple[int, int]],
+        blocks: list[bytes],
+    ) -> list[bytes]:
+        """Return the names of records. Args: asked, blocks: the blocks that were not known."""
+        for (shard, number), block in zip(asked, blocks, strict=True):
+            path = source.shards[shard].path
+            self._name_blocks[shard, number] = unpacked(block, path)
+        found = []
+        places = (each.tolist() for each in self._places_of(source, numbers))
+        for shard, record in zip(*places, strict=True):
+            names = self._name_blocks[shard, record // BLOCK_COUNT]
+            if record % BLOCK_COUNT >= len(names):
+                raise FormatError("a block of names is damaged", path=source.shards[shard].path)
+            found.append(names[record % BLOCK_COUNT])
+        return found
+
     def _summed(
         self, current: SampleSource, spare: SampleSource | None
     ) -> dict[str, int | float | str]:
@@ -403,6 +526,7 @@ class Reader(BaseReader, Sequence[Bytes]):
         identities: tuple[ObjectVersion, ...] = (),
         *,
         whole: bool = False,
+        fields: Sequence[str] | None = None,
     ) -> None:
         request = OpenRequest(paths, format, server, verify, tolerant, seen, identities=identities)
         super().__init__(request)
@@ -410,6 +534,7 @@ class Reader(BaseReader, Sequence[Bytes]):
         try:
             if not whole:
                 self._find_folders()
+            self._find_fields(fields, whole=whole)
         except BaseException:
             self.close()
             raise
@@ -423,6 +548,13 @@ class Reader(BaseReader, Sequence[Bytes]):
                 for answer in answers:
                     search.take(*answer)
             self._hide_folders(search.found)
+
+    def _find_fields(self, fields: Sequence[str] | None, *, whole: bool) -> None:
+        files = self._files_of_members(self._selector.current(), fields)
+        if files and not whole:
+            blocks = [(k, ABOUT) for k in files]
+            abouts = self._retrying(lambda source: source.named(blocks))
+            self._set_fields(self._selector.current(), abouts, fields)
 
     def _set_up(self) -> None:
         super()._set_up()
@@ -467,14 +599,46 @@ class Reader(BaseReader, Sequence[Bytes]):
         as those of `os.listdir`.
 
         Raises: FormatError, ChecksumError: the names are damaged; otherwise as `read`.
+        Of tar files these are the keys of the samples.
+
         Cost: the first time one to two seconds per million names.
         """
+        if self._has_members:
+            if self._names is None:
+                self._names = self.keys(range(len(self)))
+            return self._names
         if not len(self._folders):
             return []
         if self._names is None:
             batch, failed = self._retrying(lambda source: self._batch(source, self._folders))
             return self._set_names(self._selector.current().shards, batch, failed)
         return self._names
+
+    def keys(self, indices: Any) -> list[str]:
+        """Return the keys of samples of tar files: a member's name up to the first dot of its last
+        part. Names that are not UTF-8 have surrogates, as those of `os.listdir`.
+
+        Args: indices: as for `read`.
+        Raises: UsageError: the files have none.
+        Cost: about a second per million keys in order.
+        """
+        return [split_name(name)[0].decode(**_SURROGATES) for name in self._member_names(indices)]
+
+    def member_names(self, indices: Any) -> list[str]:
+        """Return the names of the members that a reader of one field shows, as `keys`."""
+        return [name.decode(**_SURROGATES) for name in self._member_names(indices)]
+
+    def _member_names(self, indices: Any) -> list[bytes]:
+        numbers, found = self._key_numbers(indices), list[bytes]()
+
+        def attempt(source: SampleSource) -> list[bytes]:
+            asked = self._blocks_of(source, part)
+            return self._names_of(source, part, asked, source.named(asked) if asked else [])
+
+        for first in range(0, len(numbers), NAMES_AT_ONCE):
+            part = numbers[first : first + NAMES_AT_ONCE]
+            found += self._retrying(attempt)
+        return found
 
     @property
     def directories(self) -> list[str]:
@@ -519,6 +683,8 @@ class Reader(BaseReader, Sequence[Bytes]):
         numbering = self._numbering
         if numbering is None:
             return self._request.paths, b""
+        if isinstance(numbering, FieldSelection):
+            return self._request.paths, tuple(numbering.names)
         which = numbering.chosen if isinstance(numbering, Selection) else numbering.hidden
         digest = hashlib.blake2b(which.tobytes(), digest_size=16).digest()
         return self._request.paths, type(numbering).__name__, digest
@@ -701,10 +867,18 @@ class Reader(BaseReader, Sequence[Bytes]):
     def _in_order(
         self, numbers: Int64s, count: int, size: int
     ) -> Generator[tuple[Int64s, Batch, dict[int, FFServeError]], None, None]:
+        groups = pieces(numbers)
+        return self._in_parts(
+            (cut(some, self._estimates_of(some), count, size), last) for some, last in groups
+        )
+
+    def _in_parts(
+        self, groups: Iterable[tuple[Iterable[tuple[Int64s, int]], bool]]
+    ) -> Generator[tuple[Int64s, Batch, dict[int, FFServeError]], None, None]:
+        """Read parts with read-ahead. Args: groups: parts as of `cut`, and whether no more come."""
         ahead = ReadAhead(self._start)
         try:
-            for some, last in pieces(numbers):
-                parts = cut(some, self._estimates_of(some), count, size)
+            for parts, last in groups:
                 for asked, begun in ahead.through(parts, last=last):
                     for part, batch, errors in split(asked, *self._finish(*begun)):
                         if self._request.closed:
@@ -880,6 +1054,213 @@ class Reader(BaseReader, Sequence[Bytes]):
         """This process is a child: connect anew at the next use."""
         self._announced.forget()
         self._selector.after_fork()
+
+
+class FieldReader(Reader):
+    """Samples of tar files that have several fields. Made by `ffserve.open`.
+
+    A sample is a dict of its fields: `r[i]` and iteration give one, a field that the sample does
+    not have being None. A batch is a dict as well: for each field, in the order of `fields`, a list
+    with a value for each sample, in the order asked for. Arguments and errors are those of Reader.
+    """
+
+    _chosen: Int64s | None = None
+    """The samples that are shown; None: all."""
+
+    def __len__(self) -> int:
+        return self._selected.count if self._chosen is None else len(self._chosen)
+
+    @property
+    def _selected(self) -> FieldSelection:
+        assert self._fields is not None
+        return self._fields
+
+    def _samples(self, indices: Any) -> Int64s:
+        """Return the numbers of samples, whatever is shown of them."""
+        if self._request.closed:
+            raise closed_error()
+        shown = check_range(as_int64(indices, len(self)), len(self))
+        return shown if self._chosen is None else self._chosen[shown]
+
+    def _rows(self, indices: Any) -> FieldRows:
+        return self._selected.rows(self._samples(indices))
+
+    def _key_numbers(self, indices: Any) -> Int64s:
+        return self.sample_numbers(indices)
+
+    def sample_numbers(self, indices: Any) -> Int64s:
+        """Return the number of the first record of each sample; see `Reader.sample_numbers`."""
+        return self._selected.table.first_records(self._samples(indices))
+
+    def sample_indices(self, numbers: Int64s) -> Int64s:
+        """Return the indices of the samples that records belong to."""
+        samples = self._selected.indices(numbers)
+        return samples if self._chosen is None else Selection(self._chosen).indices(samples)
+
+    def _named(self, error: FFServeError, position: int, numbers: Int64s) -> FFServeError:
+        [index] = self.sample_indices(numbers[position : position + 1]).tolist()
+        return error.located(index=index)
+
+    @contextlib.contextmanager
+    def _by_index(self) -> Iterator[None]:
+        try:
+            yield
+        except FFServeError as error:
+            if error.index is None:
+                raise
+            raise self._named(error, 0, np.array([error.index], np.int64)) from None
+
+    @property
+    def shown(self) -> tuple[Any, ...]:
+        """See `Reader.shown`."""
+        which = b"" if self._chosen is None else self._chosen.tobytes()
+        digest = hashlib.blake2b(which, digest_size=16).digest()
+        return self._request.paths, tuple(self._selected.names), digest
+
+    def select(self, indices: Any) -> None:
+        """Show only these samples from now on; see `Reader.select`."""
+        self._chosen, self._names, self._by_name = self._samples(indices), None, None
+
+    # ---- reading --------------------------------------------------------------------------
+
+    def read(  # type: ignore[override]
+        self, indices: Any, *, errors: Literal["raise", "return"] = "raise"
+    ) -> dict[str, list[Any]]:
+        """Read samples; return a list of arrays for each field. Errors that are returned stand in
+        the places of their members."""
+        rows = self._rows(indices)
+
+        def attempt(source: SampleSource) -> tuple[list[Bytes], dict[int, FFServeError]]:
+            found = source.cached_arrays(rows.numbers)
+            if type(found) is list:
+                return found, {}
+            request: Any = source.start(rows.numbers, apart=True, found=found)
+            failed = source.finish(request)
+            return request.target.arrays, failed
+
+        arrays, failed = self._retrying(attempt)
+        self._used(rows.numbers)
+        mixed = self._mixed(arrays, failed, rows.numbers, errors)
+        return rows.by_field(self._selected.names, mixed)
+
+    def read_batch(self, indices: Any) -> dict[str, Batch]:  # type: ignore[override]
+        """Read samples into one buffer; return the part of each field, in which a field that a
+        sample does not have takes no bytes."""
+        rows = self._rows(indices)
+        order = np.argsort(rows.columns, kind="stable")
+        numbers = rows.numbers[order]
+        batch, failed = self._retrying(lambda source: self._batch(source, numbers))
+        self._used(numbers)
+        self._raise_first(failed, numbers)
+        edges = np.searchsorted(rows.columns[order], np.arange(len(self.fields) + 1))
+        found = {}
+        for k, name in enumerate(self.fields):
+            low, high = int(edges[k]), int(edges[k + 1])
+            sizes = np.zeros(rows.count, np.int64)
+            sizes[rows.samples[order[low:high]]] = np.diff(batch.offsets[low : high + 1])
+            offsets = np.concatenate(([0], np.cumsum(sizes)))
+            begin, end = int(batch.offsets[low]), int(batch.offsets[high])
+            found[name] = Batch(batch.buffer[begin:end], offsets)
+        return found
+
+    def lease(self, indices: Any) -> AbstractContextManager[Any]:
+        """Read samples in place; the context manager gives what `read` returns, read-only."""
+        return self._leasing_fields(self._rows(indices))
+
+    @contextlib.contextmanager
+    def _leasing_fields(self, rows: FieldRows) -> Iterator[dict[str, list[Bytes | None]]]:
+        with self._leasing(rows.numbers) as leased:
+            yield rows.by_field(self._selected.names, leased)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.read(range(*index.indices(len(self))))
+        if isinstance(index, (int, np.integer)) and not isinstance(index, bool):
+            return {name: column[0] for name, column in self.read([int(index)]).items()}
+        return self.read(index)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches():
+            for values in zip(*batch.values(), strict=True):
+                copies = (None if each is None else each.copy() for each in values)
+                yield dict(zip(batch, copies, strict=True))
+
+    def batches(  # type: ignore[override]
+        self, indices: Any = None, *, count: int = READ_AHEAD_COUNT, size: int = READ_AHEAD_SIZE
+    ) -> Iterator[dict[str, list[Bytes | None]]]:
+        """Read in order with read-ahead; yield what `read` returns, as parts of one buffer."""
+        samples = self._samples(range(len(self)) if indices is None else indices)
+        with contextlib.closing(self._rows_in_order(samples, count, size)) as answers:
+            for rows, batch, failed in answers:
+                self._raise_first(failed, rows.numbers)
+                yield rows.by_field(self._selected.names, batch)
+
+    def scan(  # type: ignore[override]
+        self, indices: Any = None, *, count: int = READ_AHEAD_COUNT, size: int = READ_AHEAD_SIZE
+    ) -> Iterator[tuple[int, dict[str, list[Bytes | None]], dict[int, FFServeError]]]:
+        """Read in order as `batches` does, and go on behind damage; see `Reader.scan`."""
+        first = 0
+        samples = self._samples(range(len(self)) if indices is None else indices)
+        with contextlib.closing(self._rows_in_order(samples, count, size)) as answers:
+            for rows, batch, failed in answers:
+                named = {k: self._named(e, k, rows.numbers) for k, e in failed.items()}
+                yield first, rows.by_field(self._selected.names, batch), rows.by_sample(named)
+                first += rows.count
+
+    def _rows_in_order(
+        self, samples: Int64s, count: int, size: int
+    ) -> Generator[tuple[FieldRows, Batch, dict[int, FFServeError]], None, None]:
+        begun: deque[FieldRows] = deque()
+
+        def parts(some: Int64s) -> Iterator[tuple[Int64s, int]]:
+            every = self._selected.rows(some)
+            sizes = every.sums(self._estimates_of(every.numbers))
+            for part, total in cut(some, sizes, count, size):
+                begun.append(self._selected.rows(part))
+                yield begun[-1].numbers, total
+
+        groups = ((parts(some), last) for some, last in pieces(samples))
+        with contextlib.closing(self._in_parts(groups)) as answers:
+            for _, batch, failed in answers:
+                yield begun.popleft(), batch, failed
+
+    def _leave_out_damaged(self) -> None:
+        bad: dict[int, FFServeError] = {}
+        for first, _, failed in self.scan():
+            bad |= {first + k: error for k, error in failed.items()}
+        self._damaged += bad.values()
+        if bad:
+            self.select(np.setdiff1d(np.arange(len(self)), list(bad)))
+
+    # ---- what will be read ----------------------------------------------------------------
+
+    def _checked_order(self, order: Any, epoch: int, name: str | None, replacement: bool) -> Order:
+        rows, epoch = self._rows(order), check_count("epoch", epoch)
+        with self._by_index():
+            check_order(rows.numbers, self._request.count, name, replacement)
+        ends = {k: each for k, each in self.__dict__.get("_ends", {}).items() if k >= epoch - 1}
+        self._ends = {**ends, epoch: rows.ends}
+        return rows.numbers, epoch, name, replacement
+
+    def reached(self, epoch: int, position: int) -> None:
+        """Tell the daemon that the first `position` samples were used; see `Reader.reached`."""
+        ends = self.__dict__.get("_ends", {}).get(check_count("epoch", epoch))
+        position = check_count("position", position)
+        if ends is not None and position:
+            position = int(ends[min(position, len(ends)) - 1])
+        super().reached(epoch, position)
+
+    # ---- about the samples ----------------------------------------------------------------
+
+    def estimates(self, indices: Any = None) -> Int64s:
+        """Return lengths in bytes, of all fields together; see `Reader.estimates`."""
+        rows = self._rows(range(len(self)) if indices is None else indices)
+        return rows.sums(self._estimates_of(rows.numbers))
+
+    def sizes(self, indices: Any = None) -> Int64s:
+        """Return lengths in bytes, of all fields together; see `Reader.sizes`."""
+        rows = self._rows(range(len(self)) if indices is None else indices)
+        return rows.sums(self._sizes_of(rows.numbers))
 
 
 class StreamReader(Reader):

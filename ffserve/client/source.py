@@ -280,6 +280,13 @@ class SampleSource(Protocol):
         """Return copies of a shard's payload offsets, lengths and checksums."""
         ...
 
+    def named(self, blocks: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return blocks of the names of records, see `formats/members.py`.
+
+        Args: blocks: the position of a shard whose records are members, and the block's number.
+        """
+        ...
+
     def stats(self) -> dict[str, int | float | str]:
         """Return counters since the source was opened."""
         ...

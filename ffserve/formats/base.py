@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from ffserve.dtypes import Bools, Bytes, Int64s, UInt32s, UInt64s
 from ffserve.errors import TruncatedError, UsageError
+from ffserve.formats.members import Members
 
 CHECKSUM_NONE = 0
 CHECKSUM_CRC32 = 1
@@ -462,6 +463,12 @@ def is_chunked(shard: Shard) -> TypeGuard[ChunkedShard]:
 def is_scanned(shard: Shard) -> TypeGuard[ScannedShard]:
     """Whether the tables of a shard are those of a scan."""
     return hasattr(shard, "sound")
+
+
+def members_of(shard: Shard) -> Members | None:
+    """Return what the records of a shard are, if they are members of samples."""
+    found: Members | None = getattr(shard, "members", None)
+    return found
 
 
 def needs_scan(format: Format) -> TypeGuard[ScannedFormat]:

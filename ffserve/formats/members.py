@@ -14,6 +14,7 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -54,10 +55,11 @@ class Members:
 
     def block(self, number: int) -> bytes:
         """Return a block of names, or the description of the shard (ABOUT)."""
-        return self.about() if number == ABOUT else self.blocks[number]
+        return self.about if number == ABOUT else self.blocks[number]
 
+    @cached_property
     def about(self) -> bytes:
-        """Return this without the names of records, as bytes."""
+        """All but the names of records, as bytes."""
         names = b"".join(name.encode(errors="surrogateescape") + b"\0" for name in self.fields)
         return _HEAD.pack(self.samples, self.skipped, self.uniform) + names
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -263,6 +264,25 @@ class DaemonSource:
             blank = missing[sizes[missing] == 0]
             sizes[blank] = self._means[self.layout.shards(indices[blank])]
         return sizes
+
+    # ---- members --------------------------------------------------------------------------
+
+    def naming(self, blocks: Sequence[tuple[int, int]]) -> Steps[list[bytes]]:
+        """Return blocks of names; see `SampleSource.named`. Raises: ProtocolError."""
+        found: list[bytes] = []
+        while len(found) < len(blocks):
+            part = blocks[len(found) : len(found) + protocol.MOST_BLOCKS]
+            answer = yield self.connection.channel.members(self.dataset, part)
+            some: list[bytes] = answer.blocks
+            valid = 0 < len(some) <= len(part) and all(type(each) is bytes for each in some)
+            if not valid:
+                raise ProtocolError("invalid NAMED: it does not have the blocks asked for")
+            found += some
+        return found
+
+    def named(self, blocks: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return blocks of names; see `SampleSource.named`."""
+        return self.blocking.run(self.naming(blocks))
 
     # ---- reading --------------------------------------------------------------------------
 

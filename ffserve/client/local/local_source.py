@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -128,6 +128,7 @@ class LocalSource:
             for fd in fds:
                 os.close(fd)
             raise
+        self._members = [tables.members for tables in parsed]
         self._states = [(state, t.scanned) for state, t in zip(states, parsed, strict=True)]
         for path, fd, status, tables in zip(paths, fds, statuses, parsed, strict=True):
             self._files.add(path, fd, status.st_dev, tables.fingerprint)
@@ -194,6 +195,15 @@ class LocalSource:
                 request = self.start(unknown[start : start + SIZES_AT_ONCE], apart=False)
                 raise_first(self.finish(request))
         return self._samples.lengths[chosen].astype(np.int64)
+
+    def named(self, blocks: Sequence[tuple[int, int]]) -> list[bytes]:
+        """As of `SampleSource`."""
+        found: list[bytes] = []
+        for shard, block in blocks:
+            members = self._members[shard]
+            assert members is not None
+            found.append(members.block(block))
+        return found
 
     @property
     def states(self) -> Int64s:
