@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -23,6 +24,7 @@ from collections.abc import (
     Callable,
     Coroutine,
     Generator,
+    Iterator,
     Sequence,
 )
 from typing import Any, Literal, TypeVar, overload
@@ -31,13 +33,17 @@ from ffserve.client.announced import check_count
 from ffserve.client.failover import LoopSelector, OpenRequest, announce
 from ffserve.client.loop import Failed, LoopState, in_thread, loop_state
 from ffserve.client.source import Batch, SampleSource, Target, cut
+from ffserve.dataset.fields import FieldRows
 from ffserve.dataset.layout import ShardInfo
 from ffserve.dataset.paths import PathLike, expand_paths
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.errors import ArenaError, FFServeError, ServerUnavailable, UsageError
+from ffserve.formats.members import ABOUT, split_name
 from ffserve.reader import (
+    NAMES_AT_ONCE,
     READ_AHEAD_COUNT,
     READ_AHEAD_SIZE,
+    BaseFieldReader,
     BaseReader,
     ReadAhead,
     by_number,
@@ -56,13 +62,14 @@ def open(
     server: str = "auto",
     verify: bool = True,
     on_error: Literal["raise", "skip"] = "raise",
+    fields: Sequence[str] | None = None,
 ) -> Opening:
     """Open record files as one sequence of samples; to be awaited, or used in `async with`.
 
     Args: as `ffserve.open`.
     Raises: as `ffserve.open`, when it is awaited.
     """
-    return Opening(lambda: _open(paths, format, server, verify, on_error))
+    return Opening(lambda: _open(paths, format, server, verify, on_error, fields))
 
 
 class Opening:
@@ -90,6 +97,7 @@ async def _open(
     server: str,
     verify: bool,
     on_error: Literal["raise", "skip"],
+    fields: Sequence[str] | None,
 ) -> Reader:
     suffixes = check_options(format, server, on_error)
     found = await in_thread(lambda: expand_paths(paths, suffixes=suffixes))
@@ -98,6 +106,9 @@ async def _open(
     try:
         await reader._here().open()
         await reader._find_folders()
+        await reader._find_fields(fields)
+        if reader._fields is not None and reader._fields.several:
+            reader.__class__ = FieldReader
         if tolerant:
             await reader._leave_out_damaged()
     except BaseException:
@@ -172,8 +183,33 @@ class Reader(BaseReader):
                     search.take(*answer)
             self._hide_folders(search.found)
 
+    async def _find_fields(self, fields: Sequence[str] | None) -> None:
+        source = await self._here().current()
+        if files := self._files_of_members(source, fields):
+            blocks = [(k, ABOUT) for k in files]
+            abouts = await self._retrying(lambda state, source: state.named(source, blocks))
+            self._set_fields(source, abouts, fields)
+
+    async def keys(self, indices: Any) -> list[str]:
+        """Return the keys of samples of tar files, as `ffserve.Reader.keys`."""
+        numbers, found = self._key_numbers(indices), list[bytes]()
+
+        async def attempt(state: LoopState, source: SampleSource) -> list[bytes]:
+            asked = self._blocks_of(source, part)
+            blocks = await state.named(source, asked) if asked else []
+            return self._names_of(source, part, asked, blocks)
+
+        for first in range(0, len(numbers), NAMES_AT_ONCE):
+            part = numbers[first : first + NAMES_AT_ONCE]
+            found += await self._retrying(attempt)
+        return [split_name(name)[0].decode(errors="surrogateescape") for name in found]
+
     async def names(self) -> list[str]:
         """Return the names of the samples, as `ffserve.Reader.names`."""
+        if self._has_members:
+            if self._names is None:
+                self._names = await self.keys(range(len(self)))
+            return self._names
         if not len(self._folders):
             return []
         if self._names is None:
@@ -252,11 +288,22 @@ class Reader(BaseReader):
     async def _in_order(
         self, numbers: Int64s, count: int, size: int
     ) -> AsyncGenerator[tuple[Int64s, Batch, Failed], None]:
-        ahead = ReadAhead(self._start)
-        try:
+        async def groups() -> AsyncIterator[tuple[Iterator[tuple[Int64s, int]], bool]]:
             for some, last in pieces(numbers):
                 sizes = (await self._here().current()).estimate(some)
-                for parts, task in ahead.through(cut(some, sizes, count, size), last=last):
+                yield cut(some, sizes, count, size), last
+
+        async with contextlib.aclosing(self._in_parts(groups())) as answers:
+            async for answer in answers:
+                yield answer
+
+    async def _in_parts(
+        self, groups: AsyncIterator[tuple[Iterator[tuple[Int64s, int]], bool]]
+    ) -> AsyncGenerator[tuple[Int64s, Batch, Failed], None]:
+        ahead = ReadAhead(self._start)
+        try:
+            async for some, last in groups:
+                for parts, task in ahead.through(some, last=last):
                     target, failed = await task
                     assert target.buffer is not None
                     for answer in split(parts, Batch(target.buffer, target.offsets), failed):
@@ -351,3 +398,87 @@ class Reader(BaseReader):
         self._announced.forget()
         for selector in selectors.values():
             selector.abandon()
+
+
+class FieldReader(BaseFieldReader, Reader):
+    """Samples of tar files that have several fields, as `ffserve.FieldReader`. Made by
+    `ffserve.aio.open`."""
+
+    async def read(  # type: ignore[override]
+        self, indices: Any, *, errors: Literal["raise", "return"] = "raise"
+    ) -> dict[str, list[Any]]:
+        """Read samples; return a list of arrays for each field."""
+        rows = self._rows(indices)
+        target, failed = await self._retrying(
+            lambda state, source: state.read(source, rows.numbers, apart=True)
+        )
+        assert target.arrays is not None
+        self._used(rows.numbers)
+        mixed = self._mixed(target.arrays, failed, rows.numbers, errors)
+        return rows.by_field(self.fields, mixed)
+
+    async def read_batch(self, indices: Any) -> dict[str, Batch]:  # type: ignore[override]
+        """Read samples into one buffer; return the part of each field."""
+        rows, order = self._rows_by_field(indices)
+        numbers = rows.numbers[order]
+        target, failed = await self._retrying(
+            lambda state, source: state.read(source, numbers, apart=False)
+        )
+        self._used(numbers)
+        self._raise_first(failed, numbers)
+        assert target.buffer is not None
+        return self._batches_by_field(rows, order, Batch(target.buffer, target.offsets))
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        async with contextlib.aclosing(self.batches()) as batches:
+            async for batch in batches:
+                for values in zip(*batch.values(), strict=True):
+                    copies = (None if each is None else each.copy() for each in values)
+                    yield dict(zip(batch, copies, strict=True))
+
+    async def batches(
+        self, indices: Any = None, *, count: int = READ_AHEAD_COUNT, size: int = READ_AHEAD_SIZE
+    ) -> Any:
+        """Read in order with read-ahead; yield what `read` returns."""
+        samples = self._samples(range(len(self)) if indices is None else indices)
+        async with contextlib.aclosing(self._rows_in_order(samples, count, size)) as answers:
+            async for rows, batch, failed in answers:
+                self._raise_first(failed, rows.numbers)
+                yield rows.by_field(self.fields, batch)
+
+    async def _rows_in_order(
+        self, samples: Int64s, count: int, size: int
+    ) -> AsyncGenerator[tuple[FieldRows, Batch, Failed], None]:
+        begun: deque[FieldRows] = deque()
+
+        async def groups() -> AsyncIterator[tuple[Iterator[tuple[Int64s, int]], bool]]:
+            for some, last in pieces(samples):
+                every = self._selected.rows(some)
+                sizes = (await self._here().current()).estimate(every.numbers)
+                yield self._parts(some, every.sums(sizes), count, size, begun), last
+
+        async with contextlib.aclosing(self._in_parts(groups())) as answers:
+            async for _, batch, failed in answers:
+                yield begun.popleft(), batch, failed
+
+    async def _leave_out_damaged(self) -> None:
+        bad: dict[int, FFServeError] = {}
+        first = 0
+        samples = self._samples(range(len(self)))
+        everything = self._rows_in_order(samples, READ_AHEAD_COUNT, READ_AHEAD_SIZE)
+        async for rows, _, failed in everything:
+            named = {k: self._named(e, k, rows.numbers) for k, e in failed.items()}
+            bad |= {first + k: error for k, error in rows.by_sample(named).items()}
+            first += rows.count
+        self._leave_out_samples(bad)
+
+    def reached(self, epoch: int, position: int) -> None:
+        """Tell the daemon how far the job has come, as `ffserve.Reader.reached`."""
+        super().reached(epoch, self._records_up_to(epoch, position))
+
+    async def sizes(self, indices: Any = None) -> Int64s:
+        """Return lengths in bytes, of all fields together, as `ffserve.Reader.sizes`."""
+        rows = self._rows(range(len(self)) if indices is None else indices)
+        with self._by_index():
+            sizes = await self._retrying(lambda state, source: state.sizes(source, rows.numbers))
+        return rows.sums(sizes)

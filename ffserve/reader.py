@@ -66,9 +66,13 @@ one before it, so that the first batch does not wait for 512 samples."""
 SIZES_AT_ONCE = 65_536
 """One request looks up the lengths of this many samples."""
 
-_OF_THIS_PROCESS = frozenset(
-    ("_announced", "_by_name", "_directories", "_indexing", "_labels", "_name_blocks", "_names")
-) | {"_opening"} | {"_selector", "_selectors", "_stream"}
+_OF_THIS_PROCESS = (
+    frozenset(
+        ("_announced", "_by_name", "_directories", "_indexing", "_labels", "_name_blocks", "_names")
+    )
+    | {"_ends", "_opening"}
+    | {"_selector", "_selectors", "_stream"}
+)
 
 
 def open(
@@ -85,7 +89,8 @@ def open(
     Args:
         paths: one file, a directory, a glob pattern, the URL of one of these (`s3://…` and all
             others of fsspec), or a sequence of these; samples are numbered through them in order.
-        format: "ffrecord", "recordio", "tfrecord", "tar", or None to tell by content, then by suffix.
+        format: "ffrecord", "recordio", "tfrecord", "tar", or None to tell by content, then by
+            suffix.
         server: "auto": the daemon if its socket answers, else an engine in this process; which
             one it is stands in `reader.source`. "start", and "auto" with URLs or with
             FFSERVE_START=1 in the environment: the same, but a daemon is started for this user if
@@ -144,7 +149,8 @@ def open_files(
         return stream
     reader = Reader(files, format, server, verify, tolerant, whole=whole, fields=fields)
     if reader._fields is not None and reader._fields.several:
-        reader.__class__ = FieldReader  # what the samples are is known when the files are open
+        # What the samples are is known when the files are open.
+        reader.__class__ = FieldReader
     if tolerant:
         try:
             reader._leave_out_damaged()
@@ -210,6 +216,8 @@ class BaseReader:
         """By column and number of the sample."""
         self._by_name: dict[str, int] | None = None
         self._name_blocks: dict[tuple[int, int], list[bytes]] = {}
+        self._ends: dict[int, Int64s] = {}
+        """Of announced orders of samples with several fields: records up to each sample."""
         connections.call_after_fork(self)
 
     def __len__(self) -> int:
@@ -1056,13 +1064,8 @@ class Reader(BaseReader, Sequence[Bytes]):
         self._selector.after_fork()
 
 
-class FieldReader(Reader):
-    """Samples of tar files that have several fields. Made by `ffserve.open`.
-
-    A sample is a dict of its fields: `r[i]` and iteration give one, a field that the sample does
-    not have being None. A batch is a dict as well: for each field, in the order of `fields`, a list
-    with a value for each sample, in the order asked for. Arguments and errors are those of Reader.
-    """
+class BaseFieldReader(BaseReader):
+    """Readers of several fields, that block or await: indices of samples, numbers of records."""
 
     _chosen: Int64s | None = None
     """The samples that are shown; None: all."""
@@ -1121,6 +1124,62 @@ class FieldReader(Reader):
         """Show only these samples from now on; see `Reader.select`."""
         self._chosen, self._names, self._by_name = self._samples(indices), None, None
 
+    def _checked_order(self, order: Any, epoch: int, name: str | None, replacement: bool) -> Order:
+        rows, epoch = self._rows(order), check_count("epoch", epoch)
+        with self._by_index():
+            check_order(rows.numbers, self._request.count, name, replacement)
+        kept = {k: ends for k, ends in self._ends.items() if k >= epoch - 1}
+        self._ends = {**kept, epoch: rows.ends}
+        return rows.numbers, epoch, name, replacement
+
+    def _records_up_to(self, epoch: int, position: int) -> int:
+        """Return how many records the first samples of an announced order have."""
+        ends, position = self._ends.get(epoch), check_count("position", position)
+        if ends is None or not position:
+            return position
+        return int(ends[min(position, len(ends)) - 1])
+
+    def _parts(
+        self, samples: Int64s, sizes: Int64s, count: int, size: int, begun: deque[FieldRows]
+    ) -> Iterator[tuple[Int64s, int]]:
+        """Cut samples as `cut` does; yield their records. Args: begun: gets the rows of each."""
+        for part, total in cut(samples, sizes, count, size):
+            begun.append(self._selected.rows(part))
+            yield begun[-1].numbers, total
+
+    def _rows_by_field(self, indices: Any) -> tuple[FieldRows, Int64s]:
+        """Return rows, and the order in which those of each field stand together."""
+        rows = self._rows(indices)
+        return rows, np.argsort(rows.columns, kind="stable")
+
+    def _batches_by_field(self, rows: FieldRows, order: Int64s, batch: Batch) -> dict[str, Batch]:
+        """Return the part of each field of a batch that was read in this order."""
+        edges = np.searchsorted(rows.columns[order], np.arange(len(self.fields) + 1))
+        found = {}
+        for k, name in enumerate(self.fields):
+            low, high = int(edges[k]), int(edges[k + 1])
+            sizes = np.zeros(rows.count, np.int64)
+            sizes[rows.samples[order[low:high]]] = np.diff(batch.offsets[low : high + 1])
+            offsets = np.concatenate(([0], np.cumsum(sizes)))
+            begin, end = int(batch.offsets[low]), int(batch.offsets[high])
+            found[name] = Batch(batch.buffer[begin:end], offsets)
+        return found
+
+    def _leave_out_samples(self, bad: dict[int, FFServeError]) -> None:
+        """Hide these samples, by index."""
+        self._damaged += bad.values()
+        if bad:
+            self.select(np.setdiff1d(np.arange(len(self)), list(bad)))
+
+
+class FieldReader(BaseFieldReader, Reader):
+    """Samples of tar files that have several fields. Made by `ffserve.open`.
+
+    A sample is a dict of its fields: `r[i]` and iteration give one, a field that the sample does
+    not have being None. A batch is a dict as well: for each field, in the order of `fields`, a list
+    with a value for each sample, in the order asked for. Arguments and errors are those of Reader.
+    """
+
     # ---- reading --------------------------------------------------------------------------
 
     def read(  # type: ignore[override]
@@ -1141,27 +1200,17 @@ class FieldReader(Reader):
         arrays, failed = self._retrying(attempt)
         self._used(rows.numbers)
         mixed = self._mixed(arrays, failed, rows.numbers, errors)
-        return rows.by_field(self._selected.names, mixed)
+        return rows.by_field(self.fields, mixed)
 
     def read_batch(self, indices: Any) -> dict[str, Batch]:  # type: ignore[override]
         """Read samples into one buffer; return the part of each field, in which a field that a
         sample does not have takes no bytes."""
-        rows = self._rows(indices)
-        order = np.argsort(rows.columns, kind="stable")
+        rows, order = self._rows_by_field(indices)
         numbers = rows.numbers[order]
         batch, failed = self._retrying(lambda source: self._batch(source, numbers))
         self._used(numbers)
         self._raise_first(failed, numbers)
-        edges = np.searchsorted(rows.columns[order], np.arange(len(self.fields) + 1))
-        found = {}
-        for k, name in enumerate(self.fields):
-            low, high = int(edges[k]), int(edges[k + 1])
-            sizes = np.zeros(rows.count, np.int64)
-            sizes[rows.samples[order[low:high]]] = np.diff(batch.offsets[low : high + 1])
-            offsets = np.concatenate(([0], np.cumsum(sizes)))
-            begin, end = int(batch.offsets[low]), int(batch.offsets[high])
-            found[name] = Batch(batch.buffer[begin:end], offsets)
-        return found
+        return self._batches_by_field(rows, order, batch)
 
     def lease(self, indices: Any) -> AbstractContextManager[Any]:
         """Read samples in place; the context manager gives what `read` returns, read-only."""
@@ -1170,7 +1219,7 @@ class FieldReader(Reader):
     @contextlib.contextmanager
     def _leasing_fields(self, rows: FieldRows) -> Iterator[dict[str, list[Bytes | None]]]:
         with self._leasing(rows.numbers) as leased:
-            yield rows.by_field(self._selected.names, leased)
+            yield rows.by_field(self.fields, leased)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -1193,7 +1242,7 @@ class FieldReader(Reader):
         with contextlib.closing(self._rows_in_order(samples, count, size)) as answers:
             for rows, batch, failed in answers:
                 self._raise_first(failed, rows.numbers)
-                yield rows.by_field(self._selected.names, batch)
+                yield rows.by_field(self.fields, batch)
 
     def scan(  # type: ignore[override]
         self, indices: Any = None, *, count: int = READ_AHEAD_COUNT, size: int = READ_AHEAD_SIZE
@@ -1204,7 +1253,7 @@ class FieldReader(Reader):
         with contextlib.closing(self._rows_in_order(samples, count, size)) as answers:
             for rows, batch, failed in answers:
                 named = {k: self._named(e, k, rows.numbers) for k, e in failed.items()}
-                yield first, rows.by_field(self._selected.names, batch), rows.by_sample(named)
+                yield first, rows.by_field(self.fields, batch), rows.by_sample(named)
                 first += rows.count
 
     def _rows_in_order(
@@ -1212,15 +1261,13 @@ class FieldReader(Reader):
     ) -> Generator[tuple[FieldRows, Batch, dict[int, FFServeError]], None, None]:
         begun: deque[FieldRows] = deque()
 
-        def parts(some: Int64s) -> Iterator[tuple[Int64s, int]]:
-            every = self._selected.rows(some)
-            sizes = every.sums(self._estimates_of(every.numbers))
-            for part, total in cut(some, sizes, count, size):
-                begun.append(self._selected.rows(part))
-                yield begun[-1].numbers, total
+        def groups() -> Iterator[tuple[Iterable[tuple[Int64s, int]], bool]]:
+            for some, last in pieces(samples):
+                every = self._selected.rows(some)
+                sizes = every.sums(self._estimates_of(every.numbers))
+                yield self._parts(some, sizes, count, size, begun), last
 
-        groups = ((parts(some), last) for some, last in pieces(samples))
-        with contextlib.closing(self._in_parts(groups)) as answers:
+        with contextlib.closing(self._in_parts(groups())) as answers:
             for _, batch, failed in answers:
                 yield begun.popleft(), batch, failed
 
@@ -1228,27 +1275,13 @@ class FieldReader(Reader):
         bad: dict[int, FFServeError] = {}
         for first, _, failed in self.scan():
             bad |= {first + k: error for k, error in failed.items()}
-        self._damaged += bad.values()
-        if bad:
-            self.select(np.setdiff1d(np.arange(len(self)), list(bad)))
+        self._leave_out_samples(bad)
 
     # ---- what will be read ----------------------------------------------------------------
 
-    def _checked_order(self, order: Any, epoch: int, name: str | None, replacement: bool) -> Order:
-        rows, epoch = self._rows(order), check_count("epoch", epoch)
-        with self._by_index():
-            check_order(rows.numbers, self._request.count, name, replacement)
-        ends = {k: each for k, each in self.__dict__.get("_ends", {}).items() if k >= epoch - 1}
-        self._ends = {**ends, epoch: rows.ends}
-        return rows.numbers, epoch, name, replacement
-
     def reached(self, epoch: int, position: int) -> None:
         """Tell the daemon that the first `position` samples were used; see `Reader.reached`."""
-        ends = self.__dict__.get("_ends", {}).get(check_count("epoch", epoch))
-        position = check_count("position", position)
-        if ends is not None and position:
-            position = int(ends[min(position, len(ends)) - 1])
-        super().reached(epoch, position)
+        super().reached(epoch, self._records_up_to(epoch, position))
 
     # ---- about the samples ----------------------------------------------------------------
 

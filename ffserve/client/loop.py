@@ -327,9 +327,7 @@ class LoopState:
         failed = await source.connection.run(request.steps(), request)
         return request.target, failed
 
-    async def named(
-        self, source: SampleSource, blocks: Sequence[tuple[int, int]]
-    ) -> list[bytes]:
+    async def named(self, source: SampleSource, blocks: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return blocks of names; see `SampleSource.named`."""
         if isinstance(source, LocalSource):
             return source.named(blocks)

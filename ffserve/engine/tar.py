@@ -143,7 +143,7 @@ class TarScanner:
         for table in (self._offsets, self._lengths, self._kinds):
             longer.append(np.empty(room, table.dtype))
             longer[-1][: len(table)] = table[:room]
-        self._offsets, self._lengths, self._kinds = longer  # type: ignore[assignment]
+        self._offsets, self._lengths, self._kinds = longer
         self._c.offsets = from_buffer(U64S, self._offsets)
         self._c.lengths = from_buffer(U64S, self._lengths)
         self._c.kinds = from_buffer(U32S, self._kinds)

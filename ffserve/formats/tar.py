@@ -18,11 +18,19 @@ import struct
 import tarfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
 from ffserve.dtypes import Int64s, UInt32s, UInt64s
-from ffserve.engine.tar import BLOCK_SIZE, MOST_FIELDS, MOST_NAME, TarScanner, header_is_valid
+from ffserve.engine.tar import (
+    BLOCK_SIZE,
+    MOST_FIELDS,
+    MOST_NAME,
+    MOST_PAX,
+    TarScanner,
+    header_is_valid,
+)
 from ffserve.errors import FFServeError, FormatError, TruncatedError, UsageError
 from ffserve.formats import members
 from ffserve.formats.base import (
@@ -179,50 +187,48 @@ class _Scan:
                     latest[name] = record
                 record += 1
 
-    def _error(self, text: str, kind: type[FFServeError] = FormatError) -> FFServeError:
-        return kind(text, path=self._path, offset=self.scanner.at, hint=_RESTORE)
+    def _error(
+        self, text: str, kind: type[FFServeError] = FormatError, hint: str = _RESTORE
+    ) -> FFServeError:
+        return kind(text, path=self._path, offset=self.scanner.at, hint=hint)
 
     def _fault(self) -> FFServeError:
         """Return the error for what the scanner has stopped at."""
         s = self.scanner
         name = f"the member {_text(s.name)}"
-        match s.fault:
-            case s.BAD_CHECKSUM:
-                return self._error("a header does not match its checksum")
-            case s.BAD_NUMBER:
-                return self._error("a header has a field that is not a number")
-            case s.CUT_HEADER:
-                return self._error("the file ends inside a header", TruncatedError)
-            case s.CUT_MEMBER:
-                left = self._size - s.at - BLOCK_SIZE
-                text = f"{name} has {s.last_length} bytes, of which only {left} are left"
-                if left >= s.last_length:
-                    text = f"the zeros behind {name} are missing"
-                return self._error(f"the file ends early: {text}", TruncatedError)
-            case s.BAD_PAX:
-                return self._error("an extended header is malformed")
-            case s.LONG_PAX:
-                return self._error("an extended header is larger than 1 MiB")
-            case s.LONG_NAME:
-                return self._error(f"a name has more than {MOST_NAME} bytes")
-            case s.GLOBAL:
-                return self._error("a global header has a name or a size for all members")
-            case s.NO_MEMBER:
-                return self._error("an extended header is the last one")
+        if s.fault == s.CUT_HEADER:
+            return self._error("the file ends inside a header", TruncatedError)
+        if s.fault == s.CUT_MEMBER:
+            left = self._size - s.at - BLOCK_SIZE
+            text = f"{name} has {s.last_length} bytes, of which only {left} are left"
+            if left >= s.last_length:
+                text = f"the zeros behind {name} are missing"
+            return self._error(f"the file ends early: {text}", TruncatedError)
         if s.fault == s.SPARSE:
-            error = self._error(f"{name} is a sparse file")
-            return error.located(hint="create the archive without --sparse")
+            hint = "create the archive without --sparse"
+            return self._error(f"{name} is a sparse file", hint=hint)
         if s.fault == s.TWICE:
-            key, extension = members.split_name(s.name)
-            error = self._error(f"the sample {_text(key)} has two members {_text(extension)}")
-            return error.located(hint="give each sample a key of its own")
-        error = self._error(
-            f"its members have more than {MOST_FIELDS} different extensions, or very long ones"
-        )
-        return error.located(
-            hint="an extension begins at the first dot of a name: `ffserve convert` takes archives "
-            "of other names"
-        )
+            key, extension = (_text(part) for part in members.split_name(s.name))
+            text = f"the sample {key} has two members {extension}"
+            return self._error(text, hint="give each sample a key of its own")
+        if s.fault == s.FIELDS:
+            return self._error(
+                f"its members have more than {MOST_FIELDS} different extensions, or long ones",
+                hint="an extension begins at the first dot of a name; `ffserve convert` takes "
+                "archives of other names",
+            )
+        return self._error(_FAULTS[s.fault])
+
+
+_FAULTS = {
+    TarScanner.BAD_CHECKSUM: "a header does not match its checksum",
+    TarScanner.BAD_NUMBER: "a header has a field that is not a number",
+    TarScanner.BAD_PAX: "an extended header is malformed",
+    TarScanner.LONG_PAX: f"an extended header has more than {MOST_PAX} bytes",
+    TarScanner.LONG_NAME: f"a name has more than {MOST_NAME} bytes",
+    TarScanner.GLOBAL: "a global header has a name or a size for all members",
+    TarScanner.NO_MEMBER: "an extended header is the last one",
+}
 
 
 def _text(name: bytes) -> str:
@@ -244,7 +250,7 @@ class TarEncoder:
         """Refuse a member without a name."""
         raise UsageError(
             "a sample of a tar file has fields",
-            hint="write({\"jpg\": …, \"cls\": …}, key=None), or another format",
+            hint='write({"jpg": …, "cls": …}, key=None), or another format',
         )
 
     def encode_member(self, name: str, payload: memoryview) -> Iterable[bytes | memoryview]:
@@ -364,7 +370,7 @@ class Tar:
         fields = tuple(name.decode(errors="surrogateescape") for name in names[:-1])
         if bool(fields) != bool(count):
             return None
-        blocks = tuple(kept[a:b] for a, b in zip(edges, edges[1:], strict=False))
+        blocks = tuple(kept[a:b] for a, b in pairwise(edges))
         uniform = members.is_uniform(checksums, len(fields))
         about = Members(fields, samples, skipped, uniform, blocks)
         return _shard(path, size, about, digest, offsets, lengths, checksums)
