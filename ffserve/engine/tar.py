@@ -55,9 +55,9 @@ class TarScanner:
         self._offsets = np.empty(0, np.uint64)
         self._lengths = np.empty(0, np.uint64)
         self._kinds = np.empty(0, np.uint32)
-        self._names = np.empty(lib.FFS_TAR_NAME_ROOM, np.uint8)
-        self._c.names = from_buffer(U8S, self._names)
+        self._names = np.empty(0, np.uint8)
         self._grow(_FIRST_ROOM)
+        self._grow_names(8 * MOST_NAME)
 
     @property
     def at(self) -> int:
@@ -118,7 +118,10 @@ class TarScanner:
         """Continue through the file's bytes from ``base`` on; return the reason for stopping."""
         with from_buffer(U8S, window) as bytes_:
             while (why := int(lib.ffs_tar(self._c, bytes_, base, len(bytes_)))) == self._FULL:
-                self._grow(2 * len(self._lengths))
+                if self.count == len(self._lengths):
+                    self._grow(2 * self.count)
+                if len(self._names) - int(self._c.names_size) <= MOST_NAME:
+                    self._grow_names(2 * len(self._names))
         return why
 
     def take_names(self) -> bytes:
@@ -136,6 +139,11 @@ class TarScanner:
         """Return offsets, lengths and kinds of the members, as views."""
         rows = slice(self.count)
         return self._offsets[rows], self._lengths[rows], self._kinds[rows]
+
+    def _grow_names(self, room: int) -> None:
+        names = np.empty(room, np.uint8)
+        names[: len(self._names)] = self._names
+        self._names, self._c.names, self._c.names_room = names, from_buffer(U8S, names), room
 
     def _grow(self, room: int) -> None:
         room = min(room, int(self._c.file_size) // BLOCK_SIZE + 1)

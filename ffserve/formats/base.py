@@ -244,6 +244,17 @@ class GrowingEncoder(Encoder, Protocol):
 
 
 @runtime_checkable
+class FieldEncoder(Encoder, Protocol):
+    """An encoder of samples with fields."""
+
+    def encode_fields(
+        self, fields: Mapping[str, memoryview], key: str | None
+    ) -> Iterable[bytes | memoryview]:
+        """Encode one sample; as ``encode``. Args: key: a name of the sample; None: a number."""
+        ...
+
+
+@runtime_checkable
 class BatchEncoder(Encoder, Protocol):
     """An encoder that accepts many samples at once, which is faster for small ones."""
 

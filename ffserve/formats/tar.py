@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import struct
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -240,21 +240,36 @@ class TarEncoder:
     size, and the contents."""
 
     def __init__(self) -> None:
-        self._size = 0
+        self._size = self._count = 0
+        self._key = ""
+        """Of the last sample."""
 
     def head_size(self, count: int) -> int:
         """Return 0; a file begins with its first member."""
         return 0
 
     def encode(self, payload: memoryview) -> Iterable[bytes | memoryview]:
-        """Refuse a member without a name."""
-        raise UsageError(
-            "a sample of a tar file has fields",
-            hint='write({"jpg": …, "cls": …}, key=None), or another format',
-        )
+        """Return a sample with one field, "bin", and its number as key."""
+        return self.encode_fields({"bin": payload}, None)
 
-    def encode_member(self, name: str, payload: memoryview) -> Iterable[bytes | memoryview]:
-        """Return one member, without a copy of its contents."""
+    def encode_fields(
+        self, fields: Mapping[str, memoryview], key: str | None
+    ) -> Iterable[bytes | memoryview]:
+        """Return the members of a sample, without copies of their contents.
+
+        Args: key: None: its number.
+        Raises: UsageError: a reader would not find this sample and these fields in them.
+        """
+        if key is None:
+            key = f"{self._count:09}"
+        if key == self._key:
+            raise UsageError(f"the sample before has the key {key!r}, too")
+        names = member_names(key, fields)
+        pieces = map(self._member, names, fields.values())
+        self._key, self._count = key, self._count + 1
+        return [piece for member in pieces for piece in member]
+
+    def _member(self, name: str, payload: memoryview) -> Iterable[bytes | memoryview]:
         info = tarfile.TarInfo(name)
         info.size = len(payload)
         header = info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
@@ -402,7 +417,7 @@ class Tar:
         dialect: str | None = None,
         max_chunk_size: int | None = None,
     ) -> Encoder:
-        """Return an encoder of members, whose names go before them (`TarEncoder.name`)."""
+        """Return an encoder; ``n`` may be None."""
         options = {"dialect": dialect, "max_chunk_size": max_chunk_size}
         refuse_options(self.name, options | {"compression": compression})
         return TarEncoder()

@@ -282,7 +282,7 @@ int ffs_tar(ffs_tar_scan *s, const uint8_t *window, uint64_t base, uint64_t size
             s->cut = 1;
             return FFS_TAR_END;
         }
-        if (s->count == s->room)
+        if (s->count == s->room || s->names_room - s->names_size <= FFS_TAR_MOST_NAME)
             return FFS_TAR_FULL;
         if (s->names_size > 0 && s->count % FFS_TAR_BLOCK_COUNT == 0)
             return FFS_TAR_NAMES;

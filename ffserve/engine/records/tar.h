@@ -11,7 +11,7 @@
 
 /* cdef */
 #define FFS_TAR_MORE 0  /* needs a window with `wanted` bytes from `at` on, or all that is left */
-#define FFS_TAR_FULL 1  /* the tables have no room for another member */
+#define FFS_TAR_FULL 1  /* the tables, or `names`, have no room for another member */
 #define FFS_TAR_NAMES 2 /* a block of names is complete: take and clear `names` */
 #define FFS_TAR_LINK 3  /* the last member is a hard link to the one with the name `link` */
 #define FFS_TAR_END 4   /* the archive has ended, by a block of zeros or with the file */
@@ -37,7 +37,6 @@
 #define FFS_TAR_MOST_PAX 1048576 /* bytes of an extended header */
 #define FFS_TAR_MOST_FIELDS 1024
 #define FFS_TAR_FIELD_ROOM 65536 /* bytes of the names of all fields */
-#define FFS_TAR_NAME_ROOM 4195328 /* bytes of the names of a block */
 
 /* Scan of an archive: the current position and the members found so far that belong to samples. */
 typedef struct {
