@@ -7,7 +7,7 @@ import os
 
 from ffserve.errors import FormatError, UsageError
 from ffserve.formats.base import ChunkedShard, Encoder, Format, ReadAt, Shard
-from ffserve.formats.foreign import kind_of
+from ffserve.formats.foreign import Foreign, kind_of
 
 NAMES = (
     "ffrecord",
@@ -23,6 +23,7 @@ __all__ = [
     "NAMES",
     "ChunkedShard",
     "Encoder",
+    "Foreign",
     "Format",
     "ReadAt",
     "Shard",

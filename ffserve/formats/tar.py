@@ -35,6 +35,7 @@ from ffserve.errors import FFServeError, FormatError, TruncatedError, UsageError
 from ffserve.formats import members
 from ffserve.formats.base import (
     CHECKSUM_NONE,
+    HEAD_SIZE,
     PIECE_SIZE,
     Admit,
     Encoder,
@@ -44,6 +45,7 @@ from ffserve.formats.base import (
     scan_fingerprint,
     unbounded,
 )
+from ffserve.formats.foreign import kind_of
 from ffserve.formats.members import BLOCK_COUNT, FIRST, Members
 
 LARGE_SIZE = 64 << 10
@@ -196,6 +198,11 @@ class _Scan:
         """Return the error for what the scanner has stopped at."""
         s = self.scanner
         name = f"the member {_text(s.name)}"
+        if s.fault == s.BAD_CHECKSUM and not s.at:
+            head = bytes(self._bytes(0, min(self._size, HEAD_SIZE)))
+            if (kind := kind_of(head, self._path)) is not None:
+                text, hint = f"this is {kind.name}", "`ffserve convert` makes a tar file of it"
+                return self._error(text, hint=hint if kind.package == "tarfile" else _RESTORE)
         if s.fault == s.CUT_HEADER:
             return self._error("the file ends inside a header", TruncatedError)
         if s.fault == s.CUT_MEMBER:

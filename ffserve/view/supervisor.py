@@ -159,8 +159,12 @@ class View:
         return Shown(name, shard.first, shard.count, folder, self._options.suffix, remote)
 
     def _folder(self, shard: ShardInfo) -> Folder | None:
-        """Return the names of a packed folder; None if the file is not one. Raises: as
-        `Reader.read`."""
+        """Return the names of a packed folder or of the members of a tar file; None if the file is
+        neither. Raises: as `Reader.read`."""
+        if shard.format == "tar":
+            first = shard.first
+            names = self._reader.member_names(range(first, first + shard.count))
+            return folder_of(names, shard.path)
         if shard.format != "ffrecord" or not shard.count:
             return None
         last = shard.first + shard.count - 1
