@@ -38,7 +38,7 @@ from ffserve.server.users.access import everybody_may_read
 from ffserve.store.urls import is_url
 from ffserve.view import kernel, mounting
 from ffserve.view.serving import MOST_THREADS, Running, ViewFile, ViewServer
-from ffserve.view.tree import ROOT, Shown, Tree, names_of, unusable
+from ffserve.view.tree import ROOT, Shown, Tree, folder_of, names_of, unusable
 
 log = logging.getLogger("ffserve")
 
