@@ -20,6 +20,7 @@ from benchmarks.harness.contestants import HOT_SHARE
 from benchmarks.harness.kinds import (
     DEPTH,
     FFSERVE,
+    STREAM_DEPTH,
     ColdRead,
     cold,
     disk,
@@ -41,7 +42,6 @@ from benchmarks.harness.measuring import (
 from benchmarks.harness.peers import BY_NAME, Peer
 from benchmarks.subjects import engine, store, view
 from benchmarks.subjects.local import Local
-from ffserve.bench.ceilings import STREAM_DEPTH
 from ffserve.bench.samples import MIB, BenchmarkData, generated
 from ffserve.formats import NAMES, by_name
 from ffserve.formats.ffrecord import tables_end

@@ -17,7 +17,8 @@ limit of all users.
 - tables of prepared samples: four fifths of 1 part in PREPARED_SHARE of the arena (at least of
   LEAST_PREPARED_SIZE);
 - bytes on their way from origins, FETCH_SIZE for each of ORIGIN_THREADS requests to each of
-  MOST_ORIGINS: 4 GiB;
+  MOST_ORIGINS: 4 GiB; and 3 KB for each block that waits, POOL_BLOCKS and MOST_QUEUED of announced
+  orders at each of these: 300 MB;
 - tables of open files, TABLE_SAMPLE_SIZE bytes per sample, and of files that are closed while their
   samples are kept: four fifths of 1 part in TABLES_SHARE of the arena (at least of
   LEAST_TABLES_SIZE, at most of half the memory beside the arena). Of these, MOST_UNBACKED may be
@@ -142,18 +143,24 @@ MOST_ACCESS = 64 << 10
 MOST_LISTED, MOST_PAGE_SIZE = 1 << 22, 256 << 20
 """Files in one listing of an origin, which take 1 KB of memory each, and bytes of a page that lists
 them; a longer listing, which may have no end, fails."""
+GATE_BLOCKS, POOL_BLOCKS = 256, 1024
+"""Blocks that a request waits for at a time (beyond, it is answered in part), and all requests of a
+user at one origin; further ones wait before they ask. A block takes 3 KB until it comes."""
+MOST_QUEUED = 512
+"""Blocks that wait for the threads of one origin, beyond which announced orders ask for no more."""
 BLOCK_THREADS = 4
 """Threads that look for blocks in the store, for all users; further calls wait."""
 MOST_FETCHED_AHEAD = 256 << 20
 """Bytes that an announced order fetches ahead; at most a quarter of the store."""
 MOST_READ_AHEAD = 128 << 20
 """Bytes that are fetched ahead of a reader in order."""
-OVERHEAD_SHARE = 8
-"""The state of one object takes at most 1 part in OVERHEAD_SHARE of the store; a larger object is
-refused."""
+OVERHEAD_SHARE, MOST_BLOCKS = 8, 1 << 21
+"""The state of one object takes at most 1 part in OVERHEAD_SHARE of the store, and has at most
+MOST_BLOCKS blocks (1 TiB), since each takes 30 bytes of memory while all are looked at; a larger
+object is refused."""
 MOST_VICTIMS = 1 << 17
-"""Objects of the store that are remembered for eviction, 300 bytes each. Of more, those that are
-seen first are evicted first."""
+"""The store remembers this many objects for eviction, 300 bytes each. If it has more, those that
+were seen first are evicted first."""
 
 # ---- descriptors ------------------------------------------------------------------------------
 

@@ -44,7 +44,6 @@ from ffserve.errors import (
     raise_first,
 )
 from ffserve.formats.members import ABOUT, BLOCK_COUNT, Members, split_name, unpacked
-from ffserve.formats.tfstream import RECORD_LIMIT
 from ffserve.store.origin import ObjectVersion
 
 T = TypeVar("T")
@@ -262,7 +261,7 @@ class BaseReader:
 
     @contextlib.contextmanager
     def _by_index(self) -> Iterator[None]:
-        """Have errors that name samples by number name them by index."""
+        """Let errors name a sample by its index, not by its number among all samples."""
         try:
             yield
         except FFServeError as error:
@@ -839,7 +838,7 @@ class Reader(BaseReader, Sequence[Bytes]):
 
         The next few requests are on their way. Small batches share a request (`read_ahead`), and
         are parts of one buffer then. Without a daemon a windowed order is read by windows
-        (`client/local/windows.py`); a daemon does so if the order was announced.
+        (`client/local/window_reads.py`); a daemon does so if the order was announced.
 
         Args:
             indices: as for `read`; None for all.
@@ -941,8 +940,8 @@ class Reader(BaseReader, Sequence[Bytes]):
         The daemon then prefetches exactly these samples, and keeps those with the nearest next use
         by any job. It needs this epoch and the next: announce both at the beginning, and each
         further one when the one before it begins. Without a daemon this serves windowed orders only
-        (`client/local/windows.py`). A process that another one started (a rank) is a job of its own
-        from its first announcement on.
+        (`client/local/window_reads.py`). A process that another one started (a rank) is a job of
+        its own from its first announcement on.
 
         Args:
             order: all indices of the epoch, as for `read`; none twice, unless `replacement`. Not
@@ -1308,7 +1307,6 @@ class StreamReader(Reader):
         verify: check lengths and payloads against their checksums.
         tolerant: leave out damaged records; `damaged` has their errors, so far. Behind a damaged
             length, or damage to the compression, nothing more is found in a file.
-        record_limit: bytes of the largest record that is taken in order.
     """
 
     _indexed = False
@@ -1320,10 +1318,8 @@ class StreamReader(Reader):
         *,
         verify: bool = True,
         tolerant: bool = False,
-        record_limit: int = RECORD_LIMIT,
     ) -> None:
         BaseReader.__init__(self, OpenRequest(paths, "tfrecord", server, verify, tolerant))
-        self._limit = record_limit
 
     def _set_up(self) -> None:
         super()._set_up()
@@ -1382,7 +1378,6 @@ class StreamReader(Reader):
             request.paths,
             verify=request.verify,
             tolerant=request.tolerant,
-            limit=self._limit,
             damaged=self._damaged,
         )
         for batch in self._stream.batches(count, size):

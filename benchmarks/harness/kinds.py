@@ -35,6 +35,8 @@ from ffserve.errors import FFServeError
 FFSERVE = "ffserve"
 DEPTH = 128
 """Reads in flight of a daemon by default."""
+STREAM_DEPTH = 16
+"""Reads in flight of fio when it reads in order."""
 _PATTERN_NAMES = {
     "blocks": "", "stream": "", "extents": ", extents", "batches": ", extents, a batch at a time",
 }  # fmt: skip
@@ -192,7 +194,7 @@ def stream(bench: Bench, data: BenchmarkData, limit: float | None) -> Group:
 
     return Group(
         title=f"from first to last, {data.name}",
-        yardstick=disk(bench, data, ceilings.STREAM_DEPTH, "stream"),
+        yardstick=disk(bench, data, STREAM_DEPTH, "stream"),
         contestants=(
             contestant(ColdRead("daemon", "in_order", 64)),
             contestant(ColdRead("engine", "in_order", 64, daemon=False)),

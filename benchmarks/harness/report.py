@@ -22,7 +22,7 @@ FIGURES = (("mb_s", ",.0f"), ("cpu_us", ",.1f"), ("anonymous_mb", ",.0f"))
 SAME_MACHINE = ("cpu", "cores", "memory_gib", "file_system", "disk", "disk_limit")
 """The facts in which two machines differ; others, such as the kernel, change on one machine."""
 TOLERANCE = 0.25
-"""See docs/BENCHMARKS.md, "Noise"."""
+"""See docs/BENCHMARKS.md, "Comparing"."""
 
 
 # --------------------------------------------------------------------------- tables

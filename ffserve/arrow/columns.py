@@ -172,7 +172,7 @@ def _explained(fault: Fault, schema: Any, record: str, place: Place) -> FormatEr
         ),
         engine.PLACE: (
             f"it is {'a feature' if nested else 'a feature list'}, and the schema says {wanted}: "
-            "a feature list of a SequenceExample, and nothing else, is an array of arrays",
+            "only a feature list of a SequenceExample becomes an array of arrays",
             _FIT,
         ),
         engine.INEXACT: (

@@ -55,7 +55,6 @@ BLOCK = 4096
 RAW_THREADS = 32
 FIO_MISSING = "fio is not installed (apt-get install fio, dnf install fio)"
 STREAM_BLOCK = 1 << 20
-STREAM_DEPTH = 16
 
 
 def touched(size: int) -> NDArray[np.uint8]:

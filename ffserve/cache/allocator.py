@@ -86,8 +86,9 @@ class Allocator:
         self.idle_changed = False
         """Set by the owner of the shards when a shard loses its last session."""
         self.emptied, self.most_emptied = 0, math.inf
-        """Slabs that were emptied, and the number of these at which slots for several samples are
-        not all found; one sample always gets its slot. Both are set by who gives turns."""
+        """The number of slabs that were emptied, and its limit: an allocation for several samples
+        ends there with the slots that it has; one sample always gets its slot. The scheduler sets
+        both."""
         self._most_now = math.inf
         self._arena = arena
         self._shards = shards

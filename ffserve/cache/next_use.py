@@ -41,7 +41,7 @@ class Group:
         """Seconds that each byte of its samples saves, of those that reading a byte takes; None:
         just these, as of raw samples."""
         self.owner = ""
-        """Whose prepared samples these are."""
+        """The user who prepares these samples; empty for raw ones."""
         self._silent: SilentJobs | None = None
         self._known, self._known_at, self._known_until = 0, 0.0, 0.0
 

@@ -69,23 +69,6 @@ def shuffled(samples: int, seed: int) -> Callable[[int], Int64s]:
     return lambda epoch: np.random.default_rng([seed, epoch]).permutation(samples)
 
 
-def ranks_of(samples: int, rank: int, world_size: int, seed: int) -> Callable[[int], Int64s]:
-    """Visit one rank's part of every epoch, reshuffled."""
-    every = shuffled(samples, seed)
-    return lambda epoch: every(epoch)[rank::world_size]
-
-
-def weighted(samples: int, seed: int) -> Callable[[int], Int64s]:
-    """Draw with replacement, some samples eight times as often as others."""
-
-    def order(epoch: int) -> Int64s:
-        weights = np.exp2(np.arange(samples) * 3.0 / samples)
-        chance = np.random.default_rng([seed, epoch])
-        return chance.choice(samples, samples, p=weights / weights.sum())
-
-    return order
-
-
 @dataclass
 class SimulationResult:
     """The measurements after the warm-up."""

@@ -122,13 +122,13 @@ def _json(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def print_table(heads: list[str], rows: list[list[str]], *, left: int = 1) -> None:
-    """Write a table of plain text; the first ``left`` columns are aligned to the left."""
+def print_table(heads: list[str], rows: list[list[str]]) -> None:
+    """Write a table of plain text; the first column is aligned to the left, all others right."""
     lines = [heads, *([printable(cell) for cell in row] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
     for number, line in enumerate(lines):
         cells = [
-            cell.ljust(width) if column < left else cell.rjust(width)
+            cell.rjust(width) if column else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         ]
         text = "  ".join(cells).rstrip()

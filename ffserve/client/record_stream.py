@@ -33,7 +33,7 @@ class RecordStream:
 
     Args:
         paths: the files. verify: check lengths and payloads against their checksums. tolerant:
-            leave out damaged records. limit: bytes of the largest record that is taken.
+            leave out damaged records.
         damaged: gets the errors of records that were left out, so far.
 
     samples, size: records and bytes that were given so far.
@@ -45,14 +45,12 @@ class RecordStream:
         *,
         verify: bool,
         tolerant: bool,
-        limit: int,
         damaged: list[FFServeError],
     ) -> None:
         self.samples = self.size = 0
         self._paths = paths
         self._verify = verify
         self._tolerant = tolerant
-        self._limit = limit
         self._damaged = damaged
         self._count = 0
         """Records of the last file, the damaged ones as well."""
@@ -70,7 +68,7 @@ class RecordStream:
 
     def _records(self, path: str, first: int) -> Iterator[Records]:
         """Yield the records of a file, without its damaged ones."""
-        stream = FrameStream(path, verify=self._verify, limit=self._limit)
+        stream = FrameStream(path, verify=self._verify)
         try:
             for piece in _pieces(path):
                 while (records := stream.feed(piece)) is not None:

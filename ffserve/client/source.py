@@ -209,7 +209,7 @@ class SampleSource(Protocol):
 
     @property
     def states(self) -> Int64s:
-        """The local files when they were opened, as of `contents_of`, a row for each file."""
+        """Sizes and times of the local files at opening, as `contents_of` returns them."""
         ...
 
     def sizes(self, indices: Int64s | None) -> Int64s:

@@ -138,7 +138,7 @@ class FileReader:
     _whole = True
     """The names of a packed folder are a sample, as in the original."""
     _chosen: NDArray[np.int64] | None = None
-    """What `select` has left, by index at opening."""
+    """The samples that `select` chose, by their index at opening; None: all."""
 
     @staticmethod
     def for_files(fnames: Any, check_data: bool = True) -> FileReader:

@@ -132,7 +132,7 @@ class Numbering:
 
 
 class Selection:
-    """As a Numbering, of some samples in an order of their own.
+    """A Numbering of chosen samples, in an order of their own.
 
     Args: chosen: their numbers, none twice.
     """

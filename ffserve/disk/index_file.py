@@ -406,7 +406,7 @@ def _keep(fd: int, path: str, content: bytes, keep: Keep) -> str | None:
 
 
 class CacheDirectory:
-    """What a cache directory has, as far as this process knows.
+    """The index files in a cache directory, as far as this process knows them.
 
     Args: most_size, most_count: bytes and number of its index files at most.
     """
@@ -460,7 +460,7 @@ class CacheDirectory:
 
 
 cache_directories: dict[str, CacheDirectory] = {}
-"""Those that this process has written to, by path."""
+"""The cache directories that this process has written to, by path."""
 
 
 def _own(fd: int, path: str) -> bool:

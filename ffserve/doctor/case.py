@@ -15,6 +15,7 @@ import shutil
 import socket
 import stat
 import struct
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,11 @@ from ffserve.errors import AccessDenied, FFServeError
 from ffserve.system.capabilities import CAP_IPC_LOCK, CAP_SYS_ADMIN, has_capability
 from ffserve.system.machine_memory import usable_memory
 from ffserve.system.socket_path import MAX_SOCKET_PATH, SYSTEM_SOCKET, Credentials, find_socket
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 UNITS = ("/etc/systemd/system", "/usr/local/lib/systemd/system", "/usr/lib/systemd/system")
 SERVICE = "ffserve.service"
@@ -144,6 +150,32 @@ def text_in(path: str) -> str:
             return file.read().rstrip("\n")
     except OSError:
         return ""
+
+
+def place_of(key: str, text: str) -> str:
+    """Return what sed is told in order to set a key of settings; "": they are empty.
+
+    The key must stand before the first table, where its value may have several lines.
+    """
+    lines = text.splitlines()
+    tables = (number for number, line in enumerate(lines) if re.match(r"\s*\[", line))
+    table = next((number for number in tables if _is_toml(lines[:number])), len(lines))
+    for first in range(table):
+        if re.match(rf"\s*{key}\s*=", lines[first]):
+            ends = range(first + 1, table + 1)
+            last = next((end for end in ends if _is_toml(lines[first:end])), first + 1)
+            return f"{first + 1},{last}c\\"
+    if table < len(lines):
+        return f"{table + 1}i\\"
+    return "$a\\" if text else ""
+
+
+def _is_toml(lines: list[str]) -> bool:
+    try:
+        tomllib.loads("\n".join(lines))
+    except tomllib.TOMLDecodeError:
+        return False
+    return True
 
 
 def number_in(path: str) -> int | None:
@@ -386,10 +418,11 @@ class Case:
             return f"kubectl -n ffserve edit configmap ffserve  # {line}", self.restart()
         if not self.unit:
             return (self.restart(*options),)
-        if re.search(rf"^{key}\s*=", text_in(self.config_path), re.MULTILINE):
-            words = ["sed", "-i", f"s|^{key} *=.*|{line}|", self.config_path]
-            change = self.host.as_root(shlex.join(words))
-        else:
+        where = place_of(key, text_in(self.config_path))
+        if where:
+            script = where + line.replace("\\", "\\\\")
+            change = self.host.as_root(shlex.join(["sed", "-i", script, self.config_path]))
+        else:  # it is empty or missing, or this user may not read it
             change = self.host.write(self.config_path, line, more=True)
         again = "reload" if key in LIVE and self.process.pid else "restart"
         return change, self.host.as_root(f"systemctl {again} {self.unit}")

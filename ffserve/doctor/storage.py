@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import grp
+import json
 import os
 import pwd
 import re
@@ -149,14 +150,15 @@ def _served(case: Case, path: str, answer: dict[str, Any], kind: str) -> Iterato
     real = {root: (case.places.get(root) or {}).get("real", root) for root in roots}
     if not any(file.startswith(root.rstrip("/") + "/") for root in real.values()):
         folder = os.path.dirname(file)
-        names = ", ".join(f'"{root}"' for root in [*roots, folder])
+        names = json.dumps([*roots, folder], ensure_ascii=False)  # TOML has JSON's strings
         yield Finding(
             "data-outside-roots",
             "warning",
             f"{path} is outside the roots of the daemon: {' '.join(roots)}",
             effect,
-            case.setting("roots", f"[{names}]", "--root", folder),
+            case.setting("roots", names, "--root", folder),
         )
+    known = {each: name for name, each in USER_FILE_SYSTEMS.items()}
     served = number in FILE_SYSTEMS.values() or number in case.settings.file_systems
     # A daemon takes all files of its own user; and overlays of its own mounts, which the service
     # does not see.
@@ -164,12 +166,17 @@ def _served(case: Case, path: str, answer: dict[str, Any], kind: str) -> Iterato
         case.process.uid == os.geteuid() or (kind == "overlay" and not case.host.container)
     )
     if not served and not own:
+        given = [
+            f'"{known[each]}"' if each in USER_FILE_SYSTEMS.values() else f"{each:#x}"
+            for each in case.settings.file_systems
+        ]
+        kinds = ", ".join([*given, f'"{kind}"'])
         yield Finding(
             "data-file-system",
             "warning",
             f"the daemon does not serve files on {kind}, such as {file}",
             f"{effect} If only administrators can mount this file system, allow it.",
-            case.setting("file_systems", f'["{kind}"]', "--file-system", kind),
+            case.setting("file_systems", f"[{kinds}]", "--file-system", kind),
         )
 
 

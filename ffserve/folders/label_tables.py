@@ -45,7 +45,7 @@ def decode(content: bytes, count: int) -> Columns:
     except (ValueError, RecursionError) as error:
         raise _damaged(str(error)) from None
     if type(columns) is not dict:
-        raise _damaged("it is no object")
+        raise _damaged("it is not a JSON object")
     for name, values in columns.items():
         if type(values) is not list or len(values) != count:
             raise _damaged(f"column {name!r} does not have a value for each of {count} files")

@@ -59,7 +59,7 @@ def are_indices(paths: Sequence[str], sizes: Int64s, states: Int64s) -> list[boo
 
 
 def _first_ones(paths: Sequence[str], sizes: Int64s, states: Int64s) -> list[bool | None]:
-    """Return this for the files before the first one that cannot be read."""
+    """Return the same as `are_indices` for the files before the first one that cannot be read."""
     ends = np.ascontiguousarray(states[:, 0])
     fds, _ = open_paths(paths, REGULAR_FLAGS)
     try:
@@ -76,7 +76,7 @@ def _first_ones(paths: Sequence[str], sizes: Int64s, states: Int64s) -> list[boo
 def _are_remote_indices(
     versions: Sequence[ObjectVersion], sizes: Sequence[int]
 ) -> list[bool | None]:
-    """Return this for remote files."""
+    """Return the same for remote files."""
     begins = [version.size - size for version, size in zip(versions, sizes, strict=True)]
     heads = [
         RangedObject(version).ask(begin, begin + HEAD_SIZE)

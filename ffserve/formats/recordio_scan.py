@@ -147,7 +147,7 @@ class Scan:
         return found
 
     def _charge(self) -> None:
-        """Have what was found so far admitted."""
+        """Ask whether the tables found so far may be kept."""
         kept = _CHUNK_TABLE_SIZE * self.table.count + _PROBLEM_SIZE * len(self.problems)
         self._admit(self.table.records, kept)
 

@@ -139,8 +139,12 @@ class FetchingEngine:
 
 
 def _settle(batch: EngineBatch, fetched: _Range, *, again: bool = False) -> Int64s:
-    """Wait for a range; verify its records, and copy them to their destinations. Return those whose
-    checksum is wrong. Args: again: they were wrong before, which they stay if none come now."""
+    """Wait for a range, verify its records and copy them to their destinations.
+
+    Args: again: the range was fetched for these records before, and their checksums were wrong.
+    Returns: the records whose checksum is wrong. With `again` an error of the origin changes
+        nothing: they stay wrong.
+    """
     rows, records = fetched.rows, batch.records
     starts = records["offset"][rows].astype(np.int64) - fetched.begin
     lengths = records["length"][rows].astype(np.int64)

@@ -76,9 +76,9 @@ def lock(fd: int, kind: int, first: int, count: int = 1, *, wait: bool = False) 
     return True
 
 
-def is_locked(fd: int, first: int, count: int = 1) -> bool:
+def is_locked(fd: int, place: int) -> bool:
     """Return whether a byte is locked through another opening of the file."""
-    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, first, count, 0)
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
     answer: bytes = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked)
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
@@ -115,9 +115,13 @@ def write_at(fd: int, content: bytes, at: int) -> None:
 
 
 def copy_range(source: int, to: int, start: int, end: int) -> bool:
-    """Write bytes of a file to the same place in another one, within the kernel: Btrfs and XFS
-    share them until one of both is changed (copy_file_range(2), Linux 4.5). Return False where it
-    cannot, and if the file ends before. Raises: OSError."""
+    """Copy bytes of a file to the same offset of another file within the kernel.
+
+    Btrfs and XFS share the bytes until one of the files is changed (copy_file_range(2), Linux 4.5).
+
+    Returns: False if the kernel cannot copy between these files, or the source ends before `end`.
+    Raises: OSError.
+    """
     while start < end:
         try:
             done = os.copy_file_range(source, to, end - start, start, start)
@@ -318,6 +322,12 @@ class StoredObject:
 
     # ---- pins and claims ------------------------------------------------------------------
 
+    @property
+    def pinned(self) -> NDArray[np.bool_]:
+        """Whether this process pins each block."""
+        pinned: NDArray[np.bool_] = self._pins != 0
+        return pinned
+
     def pin(self, blocks: Int64s) -> None:
         """Keep blocks, those that are there and those that come; `blocks` rise.
 
@@ -399,7 +409,7 @@ class StoredObject:
         return b"".join(parts)
 
     def copy_to(self, fd: int, start: int, end: int) -> bool:
-        """See `copy_range`; of bytes of blocks that are there, and pinned."""
+        """Copy bytes of blocks that are present and pinned; see `copy_range`."""
         return copy_range(self._data_fd, fd, start, end)
 
     def read_index(self, name: str) -> bytes:

@@ -29,7 +29,7 @@ from ffserve.errors import FFServeError, ReadError, UsageError
 from ffserve.limits import MOST_ACCESS
 from ffserve.store import urls
 from ffserve.store.schemes import protocol_of, scheme_of, schemes, union
-from ffserve.store.schemes.base import Options, Scheme, cannot_pass
+from ffserve.store.schemes.scheme import Options, Scheme, cannot_pass
 
 _USER_SETTINGS = (
     "HOME", "USER", "LOGNAME", "NETRC", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "HTTP_PROXY",

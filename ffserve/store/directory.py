@@ -38,7 +38,7 @@ from typing import TypeVar
 import numpy as np
 
 from ffserve.errors import AccessDenied, FFServeError, ReadError, UsageError
-from ffserve.limits import MOST_VICTIMS, OVERHEAD_SHARE
+from ffserve.limits import MOST_BLOCKS, MOST_VICTIMS, OVERHEAD_SHARE
 from ffserve.store import urls
 from ffserve.store.blocks import (
     ABSENT,
@@ -49,6 +49,7 @@ from ffserve.store.blocks import (
     UNCHECKED,
     BlockState,
     StoredObject,
+    block_count,
     boot_id,
     create,
     is_locked,
@@ -72,7 +73,7 @@ MIN_BLOCKS = 8
 LOOKED_AT = 64
 """A step of an eviction looks at this many objects, which takes 10 ms."""
 MOST_STEPS, PAUSE_S = 16, 0.001
-"""After this many steps there is no room for a block; others take the lock in the pauses."""
+"""A block is refused after this many steps; other threads take the lock in the pauses between."""
 _HEAD = struct.Struct("<8sII36s")
 _MAGIC, _VERSION = b"ffstore\n", 1
 _STATE_SIZE = PAGE
@@ -151,8 +152,8 @@ class Store:
         self._open: dict[str, StoredObject] = {}
         self._victims = Victims(self._objects, self._lock, self._open.__contains__, most_victims)
         self._asked_at = 0.0
-        """When the call began that takes a step. It lists the objects once more at most, since
-        those that other processes have open rank too high whenever they are listed."""
+        """When the present call of `_in_steps` began. A call lists the objects at most once:
+        objects that other processes have open rank too high at each listing."""
         self._fd = -1
         try:
             self._set_up()
@@ -261,8 +262,7 @@ class Store:
                 continue
             if state.boot != boot_id():
                 state.uncheck()
-            total += self._overhead(state.size, state.block_size) + self._index_size(directory)
-            total += state.held_size
+            total += self._held_by(state)
             state.close()
         self._numbers[0] = total
 
@@ -270,11 +270,12 @@ class Store:
     def _overhead(size: int, block_size: int) -> int:
         return 2 * PAGE + whole_pages(state_size(size, block_size))
 
-    @staticmethod
-    def _index_size(directory: str) -> int:
-        with os.scandir(directory) as entries:
+    def _held_by(self, state: BlockState) -> int:
+        """Return the bytes of an object on disk, its index and reserved blocks included."""
+        with os.scandir(state.directory) as entries:
             names = [e for e in entries if e.name not in ("data", "state")]
-            return sum(whole_pages(e.stat().st_size) for e in names)
+            index_size = sum(whole_pages(e.stat().st_size) for e in names)
+        return self._overhead(state.size, state.block_size) + index_size + state.held_size
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -304,6 +305,14 @@ class Store:
                     path=urls.shown(identity.url),
                     hint="a larger limit of the store",
                 )
+            if block_count(identity.size, self.block_size) > MOST_BLOCKS:
+                most = MOST_BLOCKS * self.block_size
+                raise ReadError(
+                    f"an object of {identity.size} bytes is too large: a store keeps objects of "
+                    f"up to {most}",
+                    path=urls.shown(identity.url),
+                    hint="divide the data into more files",
+                )
             found = self._in_steps(lambda first: self._open_in(name, identity, first), math.inf)
             assert found is not None
             return found
@@ -331,8 +340,8 @@ class Store:
             counted = 0
             try:
                 state = BlockState(directory)
-                counted = self._overhead(state.size, state.block_size) + state.held_size
                 try:
+                    counted = self._held_by(state)
                     if not text.startswith(state.identity) or state.size != identity.size:
                         raise ValueError("of another object")
                     if state.boot != boot_id():
@@ -394,7 +403,7 @@ class Store:
         with self._alone():
             self._open.pop(os.path.basename(state.directory), None)
             if state.is_there:
-                size = self._overhead(state.size, state.block_size) + state.held_size
+                size = self._held_by(state)
                 self._remove(state.directory)
                 self._add(-size)
 
@@ -455,12 +464,17 @@ class Store:
         def step(first: bool) -> bool | None:
             found = self._evict(self.limit - size, None, first)
             if found:
-                new = not os.path.exists(place)
+                before = self._held_by(stored.state)
                 temporary = f"{place}.{os.getpid()}"
-                with open(temporary, "wb") as file:
-                    file.write(content)
-                os.replace(temporary, place)
-                self._add(size if new else 0)
+                try:
+                    with open(temporary, "wb") as file:
+                        file.write(content)
+                    os.replace(temporary, place)
+                except BaseException:
+                    with contextlib.suppress(OSError):
+                        os.unlink(temporary)
+                    raise
+                self._add(self._held_by(stored.state) - before)
             return found
 
         with contextlib.suppress(OSError):
@@ -484,10 +498,10 @@ class Store:
     def _in_steps(
         self, step: Callable[[bool], _Answer | None], most: float = MOST_STEPS
     ) -> _Answer | None:
-        """Take steps until one has an answer, each under the lock of the store. None: none of
-        `most` steps has one.
+        """Take steps until one returns an answer, each under the lock of the store.
 
-        Args: step: is called with whether it is the first one.
+        Args: step: its argument says whether it is the first one.
+        Returns: None: none of `most` steps returned an answer.
         """
         count, asked_at = 0, time.monotonic()
         while count < most:
@@ -502,8 +516,8 @@ class Store:
         return None
 
     def _evict_some(self, first: bool) -> bool | None:
-        """Take a step to evict some blocks that nobody will use soon, or of which nobody knows it;
-        return whether any was evicted."""
+        """Take a step to evict some blocks without an announced use; return whether any was
+        evicted."""
         before = self.used
         most = max(before - MIN_BLOCKS * self.block_size, 0)
         outcome = self._evict(most, UNKNOWN - 1, first)
@@ -512,8 +526,8 @@ class Store:
     def _evict(self, most: float, use: float | None, first: bool) -> bool | None:
         """Take a step to evict until at most `most` bytes are in use.
 
-        Args: use: no block is evicted that is used sooner. first: objects are listed before if it
-            is time.
+        Args: use: blocks whose use is announced for an earlier time stay. first: the objects are
+            listed before, if it is time.
         Returns: whether so few are in use, and no more can be done; None: another step is needed.
         """
         if self.used <= most:
@@ -551,10 +565,14 @@ class Store:
     ) -> bool:
         """Evict blocks of an object while they rank highest; return whether any is in use."""
         is_open = state.is_open
-        blocks = victim.blocks or first_to_go(state, is_open)
+        blocks = victim.blocks
+        if not blocks:
+            stored = self._open.get(name)
+            mine = stored if stored is not None and stored.state is state else None
+            blocks = first_to_go(state, is_open, mine)
         if not blocks:
             self._remove_if_empty(state)
-            return False
+            return bool((state.words != ABSENT).any())
         least = max(least, math.nextafter(self._victims.best, -math.inf))
         found, now, rank = False, time.time(), 0.0
         while blocks and blocks[-1][0] > least and self.used > most:
@@ -585,8 +603,7 @@ class Store:
     def _remove_if_empty(self, state: BlockState) -> None:
         """Remove an object without blocks that no process has open."""
         if not (state.words != ABSENT).any() and not state.is_open:
-            size = self._overhead(state.size, state.block_size)
-            size += self._index_size(state.directory)
+            size = self._held_by(state)
             self._remove(state.directory)
             self._add(-size)
 

@@ -68,8 +68,8 @@ so its reader reads the bytes past the store. bytes: it was fetched, but could n
 
 
 class Patience(NamedTuple):
-    """For how long, and after which first pause, a failing origin is asked again. contact_s: one
-    that has never answered."""
+    """For how long a failing origin is asked again (contact_s: one that has never answered), and
+    the pause before the first repetition."""
 
     give_up_s: float = GIVE_UP_S
     contact_s: float = CONTACT_S
@@ -109,8 +109,8 @@ class Breaker:
                 if not error.again:
                     raise error.error from error.__cause__
                 if time.monotonic() + wait > deadline:
-                    tried = _tried(error.error, count, time.monotonic() - begun)
-                    raise tried from error.__cause__
+                    last = tried(error.error, count, time.monotonic() - begun)
+                    raise last from error.__cause__
                 time.sleep(wait)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
             except BaseException:
@@ -140,7 +140,7 @@ class Breaker:
                 deadline = min(deadline, self._since + self._patience_s)
                 if now >= deadline:
                     assert self._last is not None
-                    raise _tried(self._last, self._failures, now - self._since)
+                    raise tried(self._last, self._failures, now - self._since)
                 until = deadline if self._probing else min(self._next, deadline)
                 self._changed.wait(max(until - now, 0.001))
             return False
@@ -166,7 +166,7 @@ class Breaker:
             self._changed.notify_all()
 
 
-def _tried(error: FFServeError, count: int, seconds: float) -> FFServeError:
+def tried(error: FFServeError, count: int, seconds: float) -> FFServeError:
     """Return an error that says how often a request was made before it was given up."""
     often = "once" if count == 1 else f"{count} times in {seconds:.0f} s"
     return type(error)(f"{error.message}; tried {often}", path=error.path, hint=error.hint)
@@ -205,6 +205,11 @@ class Threads:
         self._waiting: list[_QueuedCall] = []
         self._numbers = itertools.count()
         self._count = self._idle = 0
+
+    @property
+    def queued_count(self) -> int:
+        """Tasks that wait for a thread."""
+        return len(self._waiting)
 
     def put(self, due: float, run: Callable[[], Any], future: Future[Any]) -> None:
         """Run a task after all tasks with an earlier time have begun. A future that runs already is
@@ -390,6 +395,10 @@ class Fetcher:
         """Whether a block is on its way, or will be."""
         with self._lock:
             return (opened.stored, block) in self._tasks
+
+    def queued_count(self, opened: OpenObject) -> int:
+        """Return how many calls of an object's origin wait for a thread."""
+        return self._of(opened).queued_count
 
     def wait(self, opened: OpenObject, block: int, future: Future[Outcome]) -> Outcome:
         """Return the outcome of a block that was asked for and is pinned. Raises: FFServeError."""

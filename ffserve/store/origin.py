@@ -33,7 +33,7 @@ from ffserve.limits import ASKED_AT_ONCE
 from ffserve.store import urls
 from ffserve.store.credentials import Access
 from ffserve.store.schemes import protocol_of, scheme_of, union
-from ffserve.store.schemes.base import BROKEN, Meaning, OpenVersion, Scheme
+from ffserve.store.schemes.scheme import BROKEN, Meaning, OpenVersion, Scheme
 
 _ANY = "[!\0]"
 """A question mark of a pattern, for file systems that take it for the beginning of a query."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ffserve.store.blocks import write_at
-from ffserve.store.fetching import call, find, identity_of, process_fetcher
+from ffserve.store.fetching import call, find, identity_of, process_fetcher, tried
 from ffserve.store.object_tables import parsed
 from ffserve.store.origin import HIDDEN, SPECIAL, ObjectVersion, failure, file_system, sized
 from ffserve.store.ranges import RangedObject, ReadAtStream
@@ -70,8 +70,12 @@ def copy(version: ObjectVersion, fd: int, check: Callable[[], object]) -> None:
 
 
 def error_of(error: BaseException, url: str) -> Exception:
-    """Return the error for an exception of the packages of a scheme, which names the URL."""
-    return failure(error, url).error
+    """Return the error for an exception of the packages of a scheme, which names the URL.
+
+    A stream was being read, which cannot begin again.
+    """
+    found = failure(error, url)
+    return tried(found.error, 1, 0.0) if found.again else found.error
 
 
 class StoredStream(ReadAtStream):

@@ -58,8 +58,10 @@ class RangedObject:
         return future
 
     def ask_all(self, start: int, end: int) -> list[tuple[int, int, Future[Outcome]]]:
-        """Ask for the bytes that there are in an extent, by requests of limited size: begin,
-        end and future of each."""
+        """Ask for an extent, as far as the object has bytes there, by requests of limited size.
+
+        Returns: begin, end and future of each.
+        """
         end = min(end, self.size)
         edges = [*range(start, end, self._range_size), end]
         return [(a, b, self.ask(a, b)) for a, b in pairwise(edges)]

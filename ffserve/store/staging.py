@@ -47,7 +47,7 @@ _FINISH = 1 << 42
 
 
 Facts: TypeAlias = dict[str, object]
-"""What is noted of a staged file."""
+"""The note of a staged file: its path, size, inode and time, and the version of its object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ class Staging:
             raise ReadError("the disk has no room for the file", path=stored.path)
 
     def _name(self, item: Item, opened: OpenObject, path: str) -> Facts:
-        """Give a complete file its name; return what is noted of it. Raises: OSError."""
+        """Give a complete file its name; return its note. Raises: OSError."""
         stored = opened.stored
         fd = stored.open_data()
         try:
@@ -296,8 +296,8 @@ class Staging:
 
 @contextlib.contextmanager
 def _note_of_machine(item: Item) -> Iterator[int]:
-    """Yield a descriptor of the note of a version on this machine, locked; -1 without a cache in
-    which files can be locked. Machines may share the cache, and do not wait for one another."""
+    """Yield a descriptor of this machine's note about a version, locked; -1 if there is no cache
+    directory in which files can be locked. Machines that share the cache have separate notes."""
     fd = -1
     try:
         with contextlib.suppress(OSError, FFServeError):
@@ -324,8 +324,11 @@ def _remove_old(notes: str) -> None:
 
 
 def _copied(note: int, to: str) -> bool | None:
-    """Copy the file of a note. Return False if that failed or the file changed meanwhile, None if
-    nothing was written because there is no such file, or it is not what was staged."""
+    """Copy the file of a note.
+
+    Returns: False: the copy failed, or the file changed meanwhile. None: nothing was written, since
+        the file is missing or is not the one that was staged.
+    """
     copied: bool | None = None
     facts, flags = _read(note), os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with contextlib.suppress(KeyError, OSError):

@@ -26,24 +26,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.dtypes import Floats
-from ffserve.store.blocks import ABSENT, BlockState
+from ffserve.store.blocks import ABSENT, BlockState, StoredObject
 
 LISTED_S, AGAIN_S = 1.0, 0.1
-"""The objects are listed anew when they were listed this long ago; the latter if no block was found
+"""A listing of the objects is renewed after LISTED_S, or after AGAIN_S if none of them had a block
 that may be evicted."""
 LISTING_SHARE = 20
-"""Listing takes 1 part in LISTING_SHARE of the time at most."""
+"""Listing takes at most 1 / LISTING_SHARE of the time."""
 LISTED = 2048
 """This many objects are listed at a time, which takes 10 ms."""
 MOST_RANKED = 256
-"""Blocks of an object that are ranked together, the first to go."""
+"""Blocks of an object that are ranked together: those that go first."""
 UNKNOWN = float(1 << 40)
-"""A time beyond all announced uses."""
+"""Rank of a block without an announced use: a time beyond all announced ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """An object as it was seen last.
+    """What is known of an object since it was looked at last.
 
     rank: the highest of its blocks. blocks: rank and number of some, the first to go last; empty:
     it was not looked at.
@@ -70,7 +70,7 @@ class Victims:
         self._most = most
         self._victims: dict[str, Victim] = {}
         self._heap: list[tuple[float, str]] = []
-        """Negative rank and name of each, and of what they were before."""
+        """Negative rank and name of each object; entries of earlier ranks are passed over."""
         self._listing = threading.Lock()
         self._entries: Iterator[tuple[str, float]] | None = None
         """The rest of the objects that are being listed."""
@@ -158,9 +158,15 @@ class Victims:
         self._entries = None
 
 
-def first_to_go(state: BlockState, is_open: bool) -> list[tuple[float, int]]:
-    """Return rank and number of the blocks of an object that go first, the first one last."""
-    blocks = np.flatnonzero(state.words != ABSENT)
+def first_to_go(
+    state: BlockState, is_open: bool, stored: StoredObject | None
+) -> list[tuple[float, int]]:
+    """Return rank and number of the blocks of an object that go first, the first one last.
+
+    Args: stored: of this process, which pins none of them.
+    """
+    there = state.words != ABSENT
+    blocks = np.flatnonzero(there if stored is None else there & ~stored.pinned)
     if not is_open:
         # Blocks of an object that was opened longer ago are evicted sooner.
         rank = closed_rank(state.used_at)

@@ -44,6 +44,8 @@ from ffserve.torch.announce import (
     Announcer,
 )
 from ffserve.torch.dataset import Dataset, fetch_batch, has_batch_method, is_raw, readers_below
+from ffserve.torch.messages.segments import Receiver, WorkerChannels, memory_limit
+from ffserve.torch.messages.transfer import BatchFailure, MessageWriter, RawBatches, keep_queues
 from ffserve.torch.samplers import (
     EpochSampler,
     SamplerOrder,
@@ -52,9 +54,7 @@ from ffserve.torch.samplers import (
     order_of,
     order_of_batches,
 )
-from ffserve.torch.segments import Receiver, WorkerChannels, memory_limit
 from ffserve.torch.thread_workers import ThreadedRequests
-from ffserve.torch.transfer import BatchFailure, MessageWriter, RawBatches, keep_queues
 
 MESSAGE_SIZE = 8 << 20
 """Small batches share a message up to this many bytes of samples."""

@@ -1041,6 +1041,28 @@ def test_a_user_that_only_waited_held_up_the_requests_of_another() -> None:
     node.directory.close()
 
 
+def test_a_blocked_user_waited_for_one_that_could_have_no_turn() -> None:
+    """The other one had as many reads in flight as it may; while it asked for more, free memory
+    stayed free."""
+    node = Node([[700_000] * 6], arena_size=2 * MIB)
+    loads: list[Load] = []
+    scheduler = Scheduler(node.cache, lambda load, _: loads.append(load), most_reads=8)
+    much, little = (Requester(lambda *_: None, user=User(uid)) for uid in (1, 2))
+    for tag in (1, 2, 3):
+        scheduler.add(asked(much, tag, [tag]), 0.0)
+    for load in tuple(loads):
+        ended(scheduler, load, 0.0)
+    scheduler._order.share.charge(much.user, 5.0)
+    scheduler.add(asked(little, 1, [4]), 0.02)
+    scheduler.add(asked(little, 2, [5]), 0.02)
+    assert [tag for tag in (1, 2) if tag in little.waiting] == [1, 2] and len(loads) == 3
+    assert scheduler.blocked_count == 1 and not scheduler._order.share.is_due(much.user)
+    scheduler.pins.acknowledge(much, list(much.unacknowledged))
+    scheduler.pump(0.05)
+    assert much.waiting[3].cursor == 1 and little.waiting[2].cursor == 0
+    node.directory.close()
+
+
 def test_a_user_without_memory_searched_for_it_with_each_of_its_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,7 @@ from ffserve.cache.simulation import (
     Simulation,
     SimulationResult,
     belady,
-    ranks_of,
     shuffled,
-    weighted,
 )
 
 Int64s = NDArray[np.int64]
@@ -477,6 +476,23 @@ def test_data_sets_that_share_a_shard_are_one_group() -> None:
 
 
 # ---- over a virtual clock ------------------------------------------------------------------------
+
+
+def ranks_of(samples: int, rank: int, world_size: int, seed: int) -> Callable[[int], Int64s]:
+    """Visit one rank's part of every epoch, reshuffled."""
+    every = shuffled(samples, seed)
+    return lambda epoch: every(epoch)[rank::world_size]
+
+
+def weighted(samples: int, seed: int) -> Callable[[int], Int64s]:
+    """Draw with replacement, some samples eight times as often as others."""
+
+    def order(epoch: int) -> Int64s:
+        weights = np.exp2(np.arange(samples) * 3.0 / samples)
+        chance = np.random.default_rng([seed, epoch])
+        return chance.choice(samples, samples, p=weights / weights.sum())
+
+    return order
 
 
 def jobs_of(kind: str, samples: int, batch: int, announces: bool = True) -> list[SimulatedJob]:

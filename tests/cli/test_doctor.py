@@ -27,6 +27,11 @@ from benchmarks.harness.cgroup import NoCgroup, limited
 from ffserve.engine.io import probe
 from ffserve.errors import ChecksumError, printable
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).parents[2]
 NOBODY = 65_534
 ALICE = 61_001
@@ -34,6 +39,7 @@ GROUP = 61_500
 AS_NOBODY = [["user", NOBODY]]
 FRAGMENTED = "its memory is fragmented"
 SYSCTL = "/proc/sys/kernel/io_uring_disabled"
+CONTAINERENV = "/run/.containerenv"
 CLOCKSOURCE = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="makes users, mounts, control groups")
@@ -444,6 +450,37 @@ def test_settings_with_which_the_service_cannot_start(doctor: Doctor, place: Pat
     found(doctor(faults=[service, without]), "io_uring-filtered")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# nothing",
+        "[store]\ncommon = []\nsize = 'auto'\n",
+        "depth = 7\n\n  [store]\ncommon = []",
+        "roots = [\n  '/data',  # ]\n  '/a\\b',\n]\ndepth = 7\n[store]\ncommon = []\n",
+        "roots = ['/data']\nfile_systems = ['fuse', 0x1234]\nstore.common = []\n",
+    ],
+)
+def test_a_setting_is_changed_in_its_own_table(doctor: Doctor, place: Path, text: str) -> None:
+    """What else the file says stays, even if a table or no line break is its end."""
+    settings, lower, upper = place / "x.toml", place / "lower", place / "upper"
+    for folder in (lower, upper, place / "data"):
+        folder.mkdir()
+    write(upper / "a.ffr", [b"x"])
+    settings.write_text(text)
+    overlay = ["mount", "none", f"{place}/data", "overlay", f"lowerdir={upper}:{lower}"]
+    diagnosis = doctor(place / "data", faults=[["service", str(settings)], overlay])
+    before = tomllib.loads(text)
+    changes = {"data-file-system": {"file_systems": [*before.get("file_systems", []), "overlay"]}}
+    if "roots" in before:
+        changes["data-outside-roots"] = {"roots": [*before["roots"], str(place / "data")]}
+    assert set(changes) <= set(diagnosis.findings)
+    for name, change in changes.items():
+        settings.write_text(text)
+        command, _ = diagnosis.findings[name]["commands"]
+        subprocess.run(command, shell=True, check=True)
+        assert tomllib.loads(settings.read_text()) == {**before, **change}
+
+
 def test_packages_that_the_settings_need(doctor: Doctor, place: Path) -> None:
     path = place / "x.toml"
     path.write_text('http = "127.0.0.1:9"\n')
@@ -478,16 +515,32 @@ def test_what_only_one_user_may_read_is_open_to_all(doctor: Doctor) -> None:
         assert "settings-open" not in doctor("--socket", daemon.socket).findings
 
 
+@pytest.mark.parametrize(
+    ("made", "again", "groups"),
+    [
+        (
+            [["variable", "KUBERNETES_SERVICE_HOST", "x"]],
+            "kubectl -n ffserve rollout restart",
+            f"supplementalGroups: [{GROUP}]",
+        ),
+        (
+            [["own_mounts"], ["mount", "none", "/run", "tmpfs", ""], ["write", CONTAINERENV, ""]],
+            "podman run IMAGE",
+            f"podman run --group-add {GROUP} ",
+        ),
+    ],
+    ids=["kubernetes", "podman"],
+)
 def test_in_a_container_nothing_ends_it_and_groups_are_given_from_outside(
-    doctor: Doctor, daemon: Daemon, place: Path
+    doctor: Doctor, daemon: Daemon, place: Path, made: list[list[str]], again: str, groups: str
 ) -> None:
-    inside = [["contained"], ["variable", "KUBERNETES_SERVICE_HOST", "x"]]
+    inside = [*made, ["contained"]]
     write(place / "a.ffr", [b"x"])
     everything = doctor(place, "--socket", daemon.socket, faults=inside).text
-    assert "data-outside-roots" in everything and "rollout restart" in everything
+    assert "data-outside-roots" in everything and again in everything
     with listening(place / "s", 0o660, GROUP) as path:
         member = doctor("--socket", path, faults=[*inside, *AS_NOBODY])
-        assert f"supplementalGroups: [{GROUP}]" in member.commands("group-member")
+        assert groups in member.commands("group-member")
         everything += member.text
     assert not re.search("--handover|su -c|usermod", everything)
 

@@ -113,10 +113,12 @@ def test_a_title_that_is_no_short_text_is_refused(daemon: Daemon, about: dict[st
 def test_jobs_that_have_ended_are_one_line_below_those_that_run(path: str) -> None:
     with serving() as daemon, Raw(daemon.socket, job="running") as raw:
         raw.open(path)
-        for number in range(9):
-            with Raw(daemon.socket, job=f"over {number}") as ended:
-                ended.open(path)
-        until(lambda: daemon.status()["clients"]["sessions"] == 2, "they have ended")
+        over = [Raw(daemon.socket, job=f"over {number}") for number in range(9)]
+        for each in reversed(over):  # the first one is the last that asks for something
+            each.open(path)
+        for ended, each in enumerate(over, 1):
+            each.socket.close()
+            until(lambda n=11 - ended: daemon.status()["clients"]["sessions"] == n, "it has ended")
         lines = text_of("status", "--socket", daemon.socket).splitlines()
         assert sum("running" in line for line in lines) >= 2
         (line,) = [line for line in lines if "over " in line]

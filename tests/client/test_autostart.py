@@ -64,6 +64,16 @@ def test_status_and_stop_find_it(path: str, socket: str) -> None:
     assert not os.path.exists(socket)
 
 
+def test_a_process_with_many_open_files_could_not_start_one(path: str, socket: str) -> None:
+    program = (
+        "import os, resource\nhard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))\n"
+        "for _ in range(1100): os.dup(0)\n"
+    )
+    assert "daemon" in run_python(program + PROGRAM, path, "start").stdout
+    assert len(daemons(socket)) == 1
+
+
 def test_it_is_no_child_of_the_process_that_started_it(path: str, socket: str) -> None:
     program = PROGRAM + (
         "import os\ntry:\n    os.waitpid(-1, 0)\nexcept ChildProcessError:\n    print('no child')\n"

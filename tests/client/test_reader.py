@@ -34,6 +34,7 @@ from ffserve.errors import (
     TruncatedError,
     UsageError,
 )
+from ffserve.order import epoch_order
 from ffserve.reader import read_ahead
 
 COUNTS = (120, 0, 80)
@@ -729,6 +730,33 @@ def held_after_failures(reader: ffserve.Reader, how: str) -> int:
         return tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
+        gc.enable()
+
+
+@pytest.mark.parametrize("name", ["a.ffr", "a.recordio"])
+def test_closed_readers_kept_tables_chunks_and_windows_until_garbage_collection(
+    tmp_path: Path, server: str, name: str
+) -> None:
+    """A job that opened readers one after the other held several of them."""
+    path = write(tmp_path / name, [bytes(100)] * 40_000)
+    order = epoch_order(40_000, seed=1, epoch=0, window=4096)
+    gc.collect()
+    gc.disable()
+    try:
+        with ffserve.open(path, server=server) as reader:
+            reader.announce(order, 0)
+            next(iter(reader.batches(order, count=256)))
+            with reader.lease(range(8)):
+                pass
+            reader.read(range(9))
+            del reader
+        if server == "off":  # a connection stays
+            ffserve.open(path, server=server).read_batch(range(9))  # and is not closed
+        kinds = {type(each) for each in gc.get_objects()}
+        core = ("ffserve.client", "ffserve.dataset")
+        left = {kind.__name__ for kind in kinds if kind.__module__.startswith(core)}
+        assert left <= {"_Slot"}, "of the sockets that this process knows"
+    finally:
         gc.enable()
 
 

@@ -17,7 +17,7 @@ from engines import engine_reads
 from numpy.typing import NDArray
 
 import ffserve
-from ffserve.client.local import windows as ahead
+from ffserve.client.local import window_reads as ahead
 from ffserve.errors import ChecksumError, UsageError
 from ffserve.order import epoch_order
 

@@ -154,8 +154,6 @@ class Daemon:
                 if isinstance(message, protocol.Need):
                     files = protocol.Files(message.tag, bytes(len(fds) + more % 2))
                     socket.send_fds(client, [protocol.encode(files)], fds)
-            if decoder.payload_size:
-                return
 
     async def _drain(self, client: socket.socket, *, until_end: bool) -> None:
         for _ in range(10_000):

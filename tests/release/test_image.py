@@ -105,6 +105,7 @@ def reach_packages(directory: Path) -> list[str]:
         settings["cert"] = "/etc/here.crt"
     # What is in directories of this machine is not in the container.
     local = [name for name, value in settings.items() if not value or "file:" in value]
+    local += {"constraint", "requirement"} & set(settings)
     for name in {*local, "find-links"} & set(settings):
         del settings[name]
     lines = ["[global]", *(f"{name} = {value}" for name, value in settings.items())]
@@ -140,6 +141,15 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def lowest_oom_score() -> str:
+    """The option of the documents, where root may give a process a score below that of others."""
+    words = ["sh", "-c", "echo -900 >/proc/self/oom_score_adj"]
+    if subprocess.run(words, capture_output=True).returncode:
+        print("this machine allows nobody a low OOM score: tried without")
+        return ""
+    return " --oom-score-adj=-900"
+
+
 @pytest.fixture
 def documented(tmp_path: Path) -> tuple[list[str], list[str]]:
     """The commands of the documents that run daemon and job, with directories of the test."""
@@ -149,6 +159,7 @@ def documented(tmp_path: Path) -> tuple[list[str], list[str]]:
         (" /run/ffserve:", f" {tmp_path}/run:"),
         (" /var/cache/ffserve:", f" {tmp_path}/cache:"),
         (" /data:", f" {tmp_path}/data:"),
+        (" --oom-score-adj=-900", lowest_oom_score()),
         ("--arena 16GiB", "--arena 64MiB"),
         ("podman run ", f"podman run --network=none {shlex.join(LIMITS)} "),
     ):

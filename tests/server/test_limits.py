@@ -89,11 +89,18 @@ BOUNDS = {
     "MOST_LISTED": "store/test_hostile_listings.py: "
     "test_pages_of_a_bucket_without_end_took_all_memory",
     "MOST_PAGE_SIZE": "store/test_hostile_listings.py: test_a_page_without_end_took_all_memory",
+    "GATE_BLOCKS": "store/test_daemon_store.py: "
+    "test_requests_for_blocks_that_never_come_took_all_memory",
+    "POOL_BLOCKS": "store/test_daemon_store.py: "
+    "test_requests_for_blocks_that_never_come_took_all_memory",
+    "MOST_QUEUED": "store/test_daemon_store.py: "
+    "test_orders_of_blocks_that_never_come_took_all_memory",
     "BLOCK_THREADS": "test_remote_files_that_are_asked_for_at_once",
     "MOST_FETCHED_AHEAD": "store/test_daemon_store.py: "
     "test_an_announced_order_is_fetched_ahead_by_the_daemon",
     "MOST_READ_AHEAD": "store/test_store_fetching.py: test_only_reads_in_order_fetch_ahead",
     "OVERHEAD_SHARE": "test_an_object_whose_state_does_not_fit_into_the_store",
+    "MOST_BLOCKS": "test_an_object_whose_state_does_not_fit_into_the_store",
     "MOST_VICTIMS": "store/test_store_blocks.py: "
     "test_more_objects_than_are_remembered_are_evicted_all",
     # ---- descriptors
@@ -457,6 +464,9 @@ def test_an_object_whose_state_does_not_fit_into_the_store(tmp_path: Path) -> No
     store = Store(str(tmp_path / "store"), 64 << 20, 64 << 10)
     with pytest.raises(ffserve.ReadError, match="is too large for the store"):
         store.open(ObjectVersion("http://a/x", 1 << 55, "", 0))
+    store.limit = 1 << 60
+    with pytest.raises(ffserve.ReadError, match="a store keeps objects of up to"):
+        store.open(ObjectVersion("http://a/x", ((limits.MOST_BLOCKS + 1) << 16), "", 0))
     store.close(store.open(ObjectVersion("http://a/y", 1 << 20, "", 0)))
     store.abandon()
 

@@ -350,7 +350,7 @@ def attack(address: str, what: Callable[[socket.socket], object]) -> socket.sock
 
 @pytest.mark.check
 def test_hostile_clients_delay_nobody_and_are_closed(path: str) -> None:
-    patch = "import ffserve.server.status.http as http; http.REQUEST_TIMEOUT_S = 3.0"
+    patch = "import ffserve.server.status.http_server as http; http.REQUEST_TIMEOUT_S = 3.0"
     with measured(patch=patch) as (daemon, address), daemon.open(path) as reader:
         parse(ask(address)[2])
         before = daemon.socket_count()
@@ -438,6 +438,19 @@ def test_a_site_that_gave_its_name_the_address_of_the_daemon_read_its_answers(
             assert answer.status == status, (path, host)
             if status != 200:
                 assert b"use localhost or an address" in answer.read()
+
+
+def test_names_of_this_machine_in_the_file_of_hosts_were_refused(shown: str) -> None:
+    """Such as its name with its domain."""
+    names: set[str] = set()
+    for line in Path("/etc/hosts").read_text().splitlines():
+        address, *others = line.partition("#")[0].split() or [""]
+        if address in ("127.0.0.1", "::1"):
+            names.update(others)
+    for name in names:
+        with contextlib.closing(connection_to(shown)) as connection:
+            connection.request("GET", "/healthz", headers={"Host": f"{name.upper()}:80"})
+            assert connection.getresponse().status == 200, name
 
 
 def test_descriptors_that_come_with_a_request_are_closed() -> None:

@@ -148,7 +148,7 @@ def test_jobs_that_run_come_before_those_that_have_ended(path: str) -> None:
         for number in range(2 * limits.MOST_PAGE_JOBS):
             with Raw(daemon.socket, job=f"job {number}") as raw:
                 raw.open(path)
-        until(lambda: daemon.status()["clients"]["sessions"] == 2, "the others have ended")
+            until(lambda: daemon.status()["clients"]["sessions"] == 2, "it has ended")
         with watching(address) as answer:
             event = next_event(answer)
     assert len(event["jobs"]) == limits.MOST_PAGE_JOBS

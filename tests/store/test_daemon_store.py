@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from daemon import Daemon, Raw, run_python, serving, started, until
 from origins import HttpOrigin, http_origin
 
 import ffserve
-from ffserve import protocol
+from ffserve import limits, protocol
 from ffserve.cache.jobs import JobProgress
 from ffserve.cache.orders import AnnouncedOrder
 from ffserve.client import failover
@@ -256,6 +258,70 @@ def test_an_origin_that_stalls_holds_up_nobody_else(origin: HttpOrigin, tmp_path
         )
         for reader in (slow, fine, near):
             reader.close()
+
+
+SMALL_BLOCKS = "d.Store.__init__.__defaults__ = (None, 4096)\n"
+
+
+def test_requests_for_blocks_that_never_come_took_all_memory(
+    origin: HttpOrigin, tmp_path: Path
+) -> None:
+    """A block that was asked for took 3 KB as long as its origin was silent. And a sample of many
+    blocks that was asked for many times in one request took all of these each time."""
+    count, some = 4000, range(0, 4000, 7)
+    samples = [bytes([k % 251]) * 4096 for k in range(count)] + [b"large" * (1 << 20)]
+    url = served(origin, tmp_path, samples)
+
+    def read(reader: ffserve.Reader, numbers: list[int]) -> None:
+        with contextlib.suppress(FFServeError):  # it is closed
+            reader.read(numbers)
+
+    with (
+        serving(**daemon_options(tmp_path, patch=SMALL_BLOCKS)) as daemon,
+        daemon.open(url) as reader,
+        contextlib.ExitStack() as stack,
+    ):
+        assert plain(reader.read([count - 1, 3])) == [samples[count - 1], samples[3]]
+        origin.held.add("a.ffr")
+        before, wanted = daemon.private_size(), [[count] * 500]
+        wanted += [list(range(first, first + 250)) for first in range(0, count, 250)]
+        for numbers in wanted:
+            one = stack.enter_context(daemon.open(url))
+            threading.Thread(target=read, args=(one, numbers), daemon=True).start()
+        time.sleep(2)
+        grown = daemon.private_size() - before
+        origin.held.clear()
+        assert plain(reader.read_batch(some)) == [samples[k] for k in some]
+        assert grown < 4 << 20, grown
+
+
+def test_orders_of_blocks_that_never_come_took_all_memory(
+    origin: HttpOrigin, tmp_path: Path
+) -> None:
+    """Each data set with an announced order asked for 256 MiB ahead."""
+    store = Store(str(tmp_path / "blocks"), 1 << 30, 4096)
+    fetcher, owner, count = Fetcher(store), (1001, 0), 2 * limits.MOST_QUEUED
+    origin.put("a", bytes(count * 4096))
+    opened = fetcher.open(identity_of(f"{origin.url}/a"))
+    origin.held.add("a")
+    firsts = np.arange(count, dtype=np.int32)
+    state = ServerState(ServerConfig(arena_size_bytes=16 << 20))
+    parts = fetcher, state.memory.table, state.memory.directory
+    looking = fetches.Fetches(*parts, lambda load: None)
+    progress = JobProgress("job", count, 0, count)
+    pieces: list[Any] = [np.arange(count, dtype=np.uint32)]
+    progress.orders[0] = AnnouncedOrder(count, 0, np.ones(count, np.uint8), pieces, None)
+    looking.add(0, RemoteShard(opened.stored, {owner: opened}, firsts, firsts))
+    looking._followers[progress] = {owner: None}
+    for _ in range(3):
+        looking.look_ahead(progress, [0], 1.0)
+    assert 0 < fetcher.queued_count(opened) <= limits.MOST_QUEUED
+    origin.held.clear()
+    until(lambda: not fetcher.queued_count(opened), "they are fetched")
+    looking.close()
+    fetcher.close(opened)
+    state.close()
+    store.abandon()
 
 
 @pytest.mark.check

@@ -412,6 +412,8 @@ def test_sftp_to_a_port_without_ssh_logged_tracebacks(monkeypatch: pytest.Monkey
                 while True:
                     with server.accept()[0] as connection:
                         connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 100)
+                        while connection.recv(4096):  # until the client has read that and closes
+                            pass
 
         threading.Thread(target=answer, daemon=True).start()
         program = (

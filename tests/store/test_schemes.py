@@ -26,7 +26,7 @@ FOLDER = '''
 import importlib
 import os
 
-from ffserve.store.schemes.base import Scheme
+from ffserve.store.schemes.scheme import Scheme
 
 
 class Folder(Scheme):
@@ -58,7 +58,7 @@ LOST = '''
 
 import importlib
 
-from ffserve.store.schemes.base import Scheme
+from ffserve.store.schemes.scheme import Scheme
 
 
 class Lost(Scheme):

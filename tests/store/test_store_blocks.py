@@ -12,6 +12,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -280,10 +281,102 @@ def test_pinned_blocks_stay_and_room_is_refused(directory: Path) -> None:
     third = store.open(identity("third"))
     assert not fill(store, third, 0, 1.0)
     second.unpin(held[:1])
-    store._listed_at = -math.inf
     assert fill(store, third, 0, 1.0)
     assert second.state.words[held[0]] == ABSENT
     assert (first.state.words[:9] == PRESENT).all()
+
+
+def test_256_pinned_blocks_kept_all_others_of_their_object(directory: Path) -> None:
+    """The 256 that were to go first were looked at again and again, so a user whose requests pinned
+    them kept a store full."""
+    size = on_disk.PAGE
+    store = Store(str(directory), 700 * size, size)
+    large, other = (store.open(identity(name, 600 * size)) for name in ("large", "other"))
+
+    def put(stored: StoredObject, block: int) -> bool:
+        assert stored.claim(block)
+        found = store.reserve(stored, block, soon)
+        if found:
+            stored.publish(block, bytes(size))
+        stored.unclaim(block)
+        return found
+
+    soon = time.time() + 50
+    assert all(put(large, block) for block in range(600))
+    large.state.uses[:] = int(soon) + 100 + np.arange(600)
+    other.state.uses[:] = int(soon)
+    large.pin(np.arange(300, 600))
+    assert all(put(other, block) for block in range(200))
+    assert not large.complete and (large.state.words[300:] == PRESENT).all()
+    store.close(large)
+    store.close(other)
+    store.abandon()
+
+
+def test_eviction_beside_many_objects_of_another_process_ends(directory: Path) -> None:
+    """Those that it has open rank too high whenever they are listed, so that an opening, which
+    takes any number of steps, listed them for ever."""
+    program = """
+import sys, time
+sys.path[:0] = [{here!r}]
+from test_store_blocks import *
+store = Store({directory!r}, None, BLOCK)
+held = [store.open(identity(str(number), 256 * BLOCK)) for number in range(300)]
+for stored in held:
+    stored.state.words[:] = PRESENT
+    stored.pin(np.arange(256))
+print("open", flush=True)
+time.sleep(100)
+"""
+    code = program.format(here=str(Path(__file__).parent), directory=str(directory))
+    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    try:
+        assert other.stdout is not None and other.stdout.readline() == b"open\n"
+        store = Store(str(directory), None, BLOCK)
+        store.limit = store.used - BLOCK
+        ended = threading.Event()
+
+        def make() -> None:
+            with contextlib.suppress(UsageError):  # the test has failed, and closes the store
+                for number in range(3):
+                    store.close(store.open(identity(f"new {number}")))
+            ended.set()
+
+        threading.Thread(target=make, daemon=True).start()
+        assert ended.wait(20)
+        assert not fill(store, store.open(identity("last")), 0, 1.0)
+        store.abandon()
+    finally:
+        other.kill()
+        other.wait()
+        assert other.stdout is not None
+        other.stdout.close()
+
+
+def test_the_index_of_an_object_is_counted_until_it_is_gone(directory: Path) -> None:
+    """A damaged object that was made anew, or one that was staged, left the bytes of its index in
+    the count for ever; so did an index that was replaced by a shorter one."""
+    store = Store(str(directory), 1000 * BLOCK, BLOCK)
+    empty = store.used
+    for end in ("damage", "move"):
+        stored = store.open(identity())
+        before = store.used
+        for size in (5 * BLOCK, 2 * BLOCK, 3 * BLOCK):
+            store.keep_index(stored, "index-x", bytes(size))
+            assert store.used == before + size
+        path = Path(stored.path)
+        if end == "move":
+            path.unlink()
+            store.remove(stored)
+            store.close(stored)
+            assert store.used == empty
+        else:
+            store.close(stored)
+            path.write_bytes(b"")
+            stored = store.open(identity())
+            assert store.used == before
+            store.close(stored)
+    store.abandon()
 
 
 def test_a_pin_of_another_process_holds_until_it_is_killed(directory: Path) -> None:

@@ -22,7 +22,7 @@ from ffserve.store import fetching, urls
 from ffserve.store.directory import Store
 from ffserve.store.fetching import NOW, Fetcher, OpenObject, identity_of, listing
 from ffserve.store.origin import OriginError
-from ffserve.store.schemes.base import Scheme
+from ffserve.store.schemes.scheme import Scheme
 
 pytest.importorskip("fsspec")
 pytest.importorskip("aiohttp")

@@ -42,7 +42,7 @@ def ask(
         return answer.status, answer.getheader("Content-Type", ""), answer.read().decode()
 
 
-FRESH = "import ffserve.server.status.http as http; http.LEAST_AGE_S = 0.02\n"
+FRESH = "import ffserve.server.status.http_server as http; http.LEAST_AGE_S = 0.02\n"
 """Metrics are made anew as often as a test asks."""
 
 

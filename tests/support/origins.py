@@ -58,6 +58,8 @@ class HttpOrigin:
     """Bytes of bodies, by name."""
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     """Ranges that were sent as a whole."""
+    answering: int = 0
+    """Bodies that are on their way."""
     requests: Counter[str] = field(default_factory=Counter)
     who: Counter[str] = field(default_factory=Counter)
     """Requests with a header `X-Who`, by its text."""
@@ -104,7 +106,13 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(body=False)
 
     def do_GET(self) -> None:
-        self._answer(body=True)
+        with self.origin._lock:
+            self.origin.answering += 1
+        try:
+            self._answer(body=True)
+        finally:
+            with self.origin._lock:
+                self.origin.answering -= 1
 
     def _refuse(self, status: int) -> None:
         self.send_response(status)

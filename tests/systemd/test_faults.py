@@ -75,6 +75,11 @@ FAULTS = (
         "data-file-system", "does not serve files on overlay",
         f"install -D -m 0644 {FILE} {OVERLAY}", runs=True, path=OVERLAY,
     ),
+    Fault(  # the setting that mends it is no key of the last table
+        "data-file-system", "does not serve files on overlay, such",
+        settings('[store]\nsize = "1GiB"') + f"\ninstall -D -m 0644 {FILE} {OVERLAY}",
+        runs=True, path=OVERLAY,
+    ),
     Fault("settings-open", "mode 0666", OPEN, runs=True),
     Fault("memory-limit", "900 GiB", f"echo 'arena = \"900GiB\"' > {SETTINGS}"),
     Fault("settings-closed", "the user of the service", f"chmod 0600 {SETTINGS}"),

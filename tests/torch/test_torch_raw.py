@@ -16,8 +16,8 @@ from daemon import damage, serving
 import ffserve
 from ffserve.torch import DataLoader, Dataset, EpochSampler, RawDataset, Subset
 from ffserve.torch.dataset import is_raw
-from ffserve.torch.segments import SMALLEST_SIZE
-from ffserve.torch.transfer import RawBatches
+from ffserve.torch.messages.segments import SMALLEST_SIZE
+from ffserve.torch.messages.transfer import RawBatches
 
 COUNT = 90
 EVEN_SIZE = 20_480

@@ -144,8 +144,11 @@ def folder_of(module: str) -> str:
 
 
 def imports_of(path: Path) -> Iterator[str]:
-    """Yield the modules that a file imports anywhere: in functions and for type checking too."""
+    """Yield the modules that a file imports anywhere: in functions, for type checking, and by a
+    name in a string too."""
     for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and node.value in MODULES and node.value != "ffserve":
+            yield node.value
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -157,6 +160,8 @@ def imports_of(path: Path) -> Iterator[str]:
 IMPORTS = {module: set(imports_of(path)) for module, path in MODULES.items()}
 IMPORTS["ffserve"] = {"ffserve._version", "ffserve.errors"}
 """The package imports its other names when they are first used."""
+IMPORTS["ffserve.testing"] -= {"ffserve.torch.audit"}
+"""Users import the audit of a loader from here; formats are tested without torch."""
 
 
 def test_modules_import_only_from_the_layers_below() -> None:
@@ -241,6 +246,7 @@ WIRING = {"sessions.state"}
 UPWARDS = {
     ("reading.engines", "prepared"): "a copy of prepared samples is a load, as a read is",
     ("prepared.sharing", "sessions"): "it is the part of a session that shares prepared samples",
+    ("life.startup", "status"): "settings name an address for HTTP, whose packages may be missing",
     ("sessions.session", "life"): "a message asks for a hand-over",
     ("sessions.session", "status"): "a message asks for the status",
 }
@@ -262,3 +268,36 @@ def test_folders_of_the_server_import_only_those_before_them() -> None:
     assert {*ROOMS, "__init__.py", "__pycache__"} >= {
         p.name for p in (PACKAGE / "server").iterdir()
     }
+
+
+TWO_FACES = {
+    "example ffrecord hf mixture recordio": "what users import, and what it stands on",
+    "public": "a door for guests",
+    "resize scrub": "a command, and what the daemon does for it",
+}
+"""Names of modules in two folders, and why."""
+
+
+def test_names_have_one_meaning_each() -> None:
+    classes: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, []).append(module)
+    twice = {name: found for name, found in classes.items() if len(found) > 1}
+    assert twice == {"Reader": ["ffserve.aio", "ffserve.reader"]}
+
+    folders: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        if path.name != "__init__.py":
+            folders.setdefault(path.stem, []).append(module)
+    names = {name for name, found in folders.items() if len(found) > 1}
+    assert names == {name for row in TWO_FACES for name in row.split()}
+
+
+def test_no_folder_has_more_than_fifteen_modules() -> None:
+    counts: dict[Path, int] = {}
+    for path in MODULES.values():
+        counts[path.parent] = counts.get(path.parent, 0) + 1
+    large = {folder for folder, count in counts.items() if count > 15}
+    assert large == {PACKAGE}  # its modules are what users import

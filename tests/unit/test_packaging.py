@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from importlib.metadata import entry_points, version
+from importlib.metadata import entry_points, metadata, version
 from pathlib import Path
 
 import pytest
@@ -58,6 +58,36 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 def test_the_command_is_installed() -> None:
     [command] = entry_points(group="console_scripts", name="ffserve")
     assert command.value == "ffserve.cli:main"
+
+
+def test_the_metadata_name_authors_and_what_it_is_for() -> None:
+    """No links: the project has no public address."""
+    of = metadata("ffserve")
+    assert of["Author"] == "The ffserve authors" and of["License-Expression"] == "Apache-2.0"
+    classifiers = of.get_all("Classifier") or []
+    for promised in ("Operating System :: POSIX :: Linux", "Typing :: Typed"):
+        assert promised in classifiers
+
+
+NEEDED = """
+want_bench=no want_ceph=no want_page=no want_spark=no want_stores=no want_systemd=no want_view=no
+want_wheels=no want_release=no venv=.venv
+for option in $(make -n wheels | sed -n 's/.*setup//p'); do declare "want_${option#--}=yes"; done
+have() { false; }
+python_fits() { true; }
+eval "$(sed -n '/^look_around()/,/^}/p' .ci/setup)"
+look_around
+echo "${required[@]}" "${optional[@]}"
+"""
+
+
+def test_building_wheels_installed_podman_unasked() -> None:
+    done = subprocess.run(
+        ["bash", "-euc", NEEDED], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    wanted = done.stdout.split()
+    assert {"make", "nasm", "dpkg-dev"} <= set(wanted), done.stderr
+    assert not {"podman", "runc", "debootstrap"} & set(wanted)
 
 
 def copy_sources(target: Path) -> None:

@@ -72,7 +72,7 @@ def mount(
 
 
 def _serve_in_turn(mountpoint: str, paths: tuple[str, ...], options: dict[str, Any]) -> int:
-    """Do the same as `_serve`, later if a service manager has started it in vain before."""
+    """Call `_serve`, after a pause if earlier starts by a service manager have failed."""
     from ffserve.server.life import starts
 
     starts.wait_turn()

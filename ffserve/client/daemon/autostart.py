@@ -162,8 +162,10 @@ def _start(path: str, deadline: float) -> None:
 
 
 def _wait(path: str, alive: int, log_path: str, deadline: float) -> None:
+    poll = select.poll()  # the number of a descriptor may exceed what select(2) takes
+    poll.register(alive, select.POLLIN)
     while True:
-        ended = bool(select.select([alive], [], [], _POLL_S)[0])
+        ended = bool(poll.poll(1000 * _POLL_S))
         if _answers(path):
             return
         if ended or time.monotonic() >= deadline:

@@ -89,7 +89,7 @@ class DaemonSource:
         self.statistics = ClientStatistics(connection, opened.dataset)
         self.closed = False
         self.identities = b""
-        """Of the files, as OPEN had them."""
+        """The identities of the files, as the OPEN message had them."""
         self.replaceable = False
         """Whether a request ends at its first ArenaError, since the reader can read without the
         daemon; else every error is one of its sample."""
@@ -133,7 +133,7 @@ class DaemonSource:
 
     @property
     def states(self) -> Int64s:
-        """As of `SampleSource`."""
+        """See `SampleSource.states`."""
         return contents_of(np.frombuffer(self.identities, protocol.IDENTITY_DTYPE))
 
     @property

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeAlias
+from weakref import WeakMethod
 
 import numpy as np
 
@@ -96,7 +97,8 @@ class ChunkCache:
 
     Args: shards: those with chunks, by their number in the data set. learned: gets the lengths of a
         chunk's records (shard, chunk, lengths), in any thread. warn: called with a shard of which a
-        chunk was right at the second read only, in any thread. in_thread: has a function called
+        chunk was right at the second read only, in any thread; a method of what has this cache, and
+        held weakly, so that both go with the last reference to it. in_thread: has a function called
         that waits for a batch of an engine and decodes it.
     """
 
@@ -109,7 +111,7 @@ class ChunkCache:
     ) -> None:
         self._shards = shards
         self._learned = learned
-        self._warn = warn
+        self._warn = WeakMethod(warn)
         self._in_thread = in_thread
         self._lock = threading.Lock()
         self._kept: OrderedDict[Key, Future[DecodedChunk | FFServeError]] = OrderedDict()
@@ -187,8 +189,8 @@ class ChunkCache:
     def _outcome(self, chunk: Chunk, outcome: Outcome, again: bool) -> DecodedChunk | FFServeError:
         if isinstance(outcome, DecodedChunk):
             self._learned(*chunk.key, outcome.lengths)
-            if again:
-                self._warn(chunk.key[0])
+            if again and (warn := self._warn()) is not None:
+                warn(chunk.key[0])
             return outcome
         with self._lock:
             self._drop(chunk.key)

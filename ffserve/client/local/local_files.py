@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import weakref
 from dataclasses import dataclass
@@ -26,14 +27,17 @@ from numpy.typing import NDArray
 
 from ffserve.dataset.layout import Layout, ShardInfo, combined_fingerprint
 from ffserve.disk.files import wrap_os_error
+from ffserve.disk.shardfile import Contradiction, FileState, contradicted
 from ffserve.dtypes import Int32s, Int64s
 from ffserve.engine.cached import LocalTables
 from ffserve.engine.io import in_memory, open_direct
-from ffserve.errors import UsageError
+from ffserve.errors import Failure, FFServeError, UsageError
 from ffserve.formats.base import UNKNOWN_LENGTH
 from ffserve.reads.records import BatchEngine
 from ffserve.reads.shard_tables import Tables, enter
 from ffserve.system.machine_memory import free_memory
+
+log = logging.getLogger("ffserve")
 
 MOST_OF_FREE_MEMORY = 0.8
 """The share may fill this part of the free memory."""
@@ -256,6 +260,75 @@ class ShardFiles:
     def close(self) -> None:
         """Close all files; no read of them may be queued or in flight."""
         self._finalizer()
+
+
+class FileFaults:
+    """What was found wrong with the files of a source since they were opened.
+
+    Args:
+        states: what each file was then, and `Tables.scanned`.
+        remote: shards that are read by ranges: this machine has nothing of them.
+    """
+
+    def __init__(
+        self,
+        states: list[tuple[FileState, str | None]],
+        samples: SampleTables,
+        files: ShardFiles,
+        remote: frozenset[int],
+    ) -> None:
+        self._states, self._samples, self._files, self._remote = states, samples, files, remote
+        self._contradictions: dict[int, Contradiction] = {}
+        """By shard, once one was found."""
+        self._warned: set[int] = set()
+
+    def read_wrong(self, shard: int) -> None:
+        """Tell once that a file was read wrong, unless it has changed meanwhile. Any thread."""
+        state, _ = self._states[shard]
+        if shard in self._warned or state.has_changed(self._files.fd(shard)):
+            return
+        self._warned.add(shard)
+        path = self._samples.shards[shard].path
+        if shard in self._remote:
+            log.warning(
+                "%s came wrong once from its origin, and right the second time: check the network "
+                "and the memory",
+                path,
+            )
+        else:
+            log.warning(
+                "%s was read wrong once, and right the second time: check the disk, its cable and "
+                "the memory",
+                path,
+            )
+
+    def named(self, index: int, failure: Failure) -> FFServeError:
+        """Return the error of a sample that could not be read."""
+        samples = self._samples
+        extent = int(samples.offsets[index]), int(samples.lengths[index])
+        error = failure.named(samples.shards[samples.shard_of(index)].path, index, *extent)
+        return self.explained(error, index, (*extent, int(samples.checksums[index])))
+
+    def explained(
+        self, error: FFServeError, index: int, record: tuple[int, int, int] = (0, 0, 0)
+    ) -> FFServeError:
+        """Return the error that says why, if the file has changed or its index file was stale.
+
+        Args: record: offset, length and checksum of the sample; zeros for one in a chunk.
+        """
+        shard = self._samples.shard_of(index)
+        if shard in self._remote:
+            return error
+        why = self._contradictions.get(shard)
+        if why is None:
+            state, scanned = self._states[shard]
+            path, chunked = self._samples.shards[shard].path, self._samples.chunked.get(shard)
+            fd = self._files.fd(shard)
+            why = state.contradiction(error, fd, path, scanned, record, chunked, "own")
+            if why is None:
+                return error
+            self._contradictions[shard] = why
+        return contradicted(error, why)
 
 
 def _close(files: list[_File], attached: list[tuple[BatchEngine, Int32s]]) -> None:

@@ -3,12 +3,11 @@
 What is in the page cache (`local_files`) is copied in the calling thread. An engine of this process
 reads the rest (`ffserve/reads/`), verifies, and copies each payload to its destination while the
 bytes are warm. Records in chunks are decoded from them (`local_chunks`). Nothing is kept in memory
-but decoded chunks, and the next windows of a windowed order (`windows`).
+but decoded chunks, and the next windows of a windowed order (`window_reads`).
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -21,8 +20,13 @@ from numpy.typing import NDArray
 
 from ffserve.client.local.local_chunks import ChunkCache, ChunkReads, Second, in_decoding_thread
 from ffserve.client.local.local_engines import LocalEngines, process_engines
-from ffserve.client.local.local_files import SampleTables, ShardFiles, fitting_share
-from ffserve.client.local.windows import Part, Windows
+from ffserve.client.local.local_files import (
+    FileFaults,
+    SampleTables,
+    ShardFiles,
+    fitting_share,
+)
+from ffserve.client.local.window_reads import Part, Windows
 from ffserve.client.source import Batch, Indices, Leased, Target, places
 from ffserve.dataset.layout import as_int64
 from ffserve.disk import shardfile
@@ -40,8 +44,6 @@ from ffserve.formats.base import UNKNOWN_LENGTH
 from ffserve.reads.records import BatchEngine, Failures, outcome_of, record_batch
 from ffserve.reads.second_read import second_reads
 from ffserve.reads.shard_tables import How, Tables, read_all
-
-log = logging.getLogger("ffserve")
 
 SIZES_AT_ONCE = 65_536
 """One request reads at most this many samples of unknown length."""
@@ -78,6 +80,9 @@ class LocalSource:
     Raises: FormatError, ChecksumError, TruncatedError, AccessDenied, ReadError: the first shard
         that cannot be opened.
     """
+
+    _remote: frozenset[int] = frozenset()
+    """Shards that are read by ranges; set before the others are opened."""
 
     def __init__(
         self,
@@ -135,9 +140,7 @@ class LocalSource:
         self.layout, self.count = self._samples.layout, self._samples.layout.count
         self.shards, self.fingerprint = self._samples.shards, self._samples.fingerprint
         self._plain = not self._samples.chunked and not self._samples.truncated
-        self._contradictions: dict[int, shardfile.Contradiction] = {}
-        """By shard, once one was found."""
-        self._warned: set[int] = set()
+        self._faults = FileFaults(self._states, self._samples, self._files, self._remote)
         self._chunk_cache = self._new_chunk_cache()
 
     def _open_file(self, path: str) -> int:
@@ -150,7 +153,9 @@ class LocalSource:
 
     def _new_chunk_cache(self) -> ChunkCache:
         samples = self._samples
-        return ChunkCache(samples.chunked, samples.learned, self._warn, in_decoding_thread)
+        return ChunkCache(
+            samples.chunked, samples.learned, self._faults.read_wrong, in_decoding_thread
+        )
 
     def _attach(self) -> BatchEngine:
         """Return the engine, and count a request: the files stay open until it is over.
@@ -207,7 +212,7 @@ class LocalSource:
 
     @property
     def states(self) -> Int64s:
-        """As of `SampleSource`."""
+        """See `SampleSource.states`."""
         states = [(state.size, state.mtime_ns, state.ctime_ns) for state, _ in self._states]
         return np.array(states, np.int64)
 
@@ -414,7 +419,7 @@ class LocalSource:
                 for record in found.wrong:
                     shard = self._samples.shard_of(int(request.indices[record.key]))
                     if record.is_right(self._files.fd(shard), record.dest):
-                        self._warn(shard)
+                        self._faults.read_wrong(shard)
                     else:
                         failures[record.key] = record.failure
                 if found.again is not None:
@@ -426,13 +431,8 @@ class LocalSource:
             batch = again
         for position in self._samples.cut(request.indices).tolist():
             failures[position] = Failure(STATUS_TRUNCATED)
-        return {k: self._named(request, k, failures[k]) for k in sorted(failures)}
-
-    def _named(self, request: LocalRequest, position: int, failure: Failure) -> FFServeError:
-        index = int(request.indices[position])
-        extent = int(self._samples.offsets[index]), int(self._samples.lengths[index])
-        error = failure.named(self.shards[self._samples.shard_of(index)].path, index, *extent)
-        return self._explained(error, index, (*extent, int(self._samples.checksums[index])))
+        indices = request.indices
+        return {k: self._faults.named(int(indices[k]), failures[k]) for k in sorted(failures)}
 
     def _collect_chunks(
         self,
@@ -448,7 +448,7 @@ class LocalSource:
         chunks.finish()
         indices = request.indices.tolist()
         errors = {
-            k: self._explained(error.located(index=indices[k]), indices[k], (0, 0, 0))
+            k: self._faults.explained(error.located(index=indices[k]), indices[k])
             for k, error in chunks.failed.items()
         }
         size = 0
@@ -465,33 +465,6 @@ class LocalSource:
         chunks.copy_to(request.target)
         self._add(len(indices) - len(positions), int(offsets[-1]) - size)
         return errors
-
-    def _warn(self, shard: int) -> None:
-        """Tell once that a file was read wrong, unless it has changed meanwhile. Any thread."""
-        state, _ = self._states[shard]
-        if shard not in self._warned and not state.has_changed(self._files.fd(shard)):
-            self._warned.add(shard)
-            self._log_wrong(shard)
-
-    def _log_wrong(self, shard: int) -> None:
-        log.warning(
-            "%s was read wrong once, and right the second time: check the disk, its cable and "
-            "the memory",
-            self.shards[shard].path,
-        )
-
-    def _explained(
-        self, error: FFServeError, index: int, record: tuple[int, int, int]
-    ) -> FFServeError:
-        shard = self._samples.shard_of(index)
-        why = self._contradictions.get(shard)
-        if why is None:
-            state, scanned = self._states[shard]
-            about = self.shards[shard].path, scanned, record, self._samples.chunked.get(shard)
-            why = state.contradiction(error, self._files.fd(shard), *about, "own")
-            if why is not None:
-                self._contradictions[shard] = why
-        return error if why is None else shardfile.contradicted(error, why)
 
     def lease(self, indices: Int64s) -> Leased:
         """Return read-only views of one buffer."""
@@ -596,7 +569,10 @@ class LocalSource:
             self._closed = True
 
     def _release(self) -> None:
+        """Give back files and memory, even if the caller keeps the source."""
         self._engine = None
+        self._windows = None
+        del self._chunk_cache
         self._files.close()
 
 

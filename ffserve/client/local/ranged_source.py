@@ -8,7 +8,6 @@ daemon has.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +26,7 @@ from ffserve.client.local.local_source import (
 )
 from ffserve.client.source import Target
 from ffserve.dtypes import Bytes, Int64s
-from ffserve.errors import FFServeError, FormatError
+from ffserve.errors import FormatError
 from ffserve.reads import chunks
 from ffserve.reads.fetched import FetchedFile, FetchingEngine
 from ffserve.reads.records import BatchEngine
@@ -38,7 +37,6 @@ from ffserve.store.origin import ObjectVersion
 from ffserve.store.ranges import RangedObject
 from ffserve.store.urls import is_url
 
-log = logging.getLogger("ffserve")
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -76,6 +74,7 @@ class RangedSource(LocalSource):
         )
         by_url = dict(zip(urls, objects, strict=True))
         self._objects = [by_url.get(path) for path in paths]
+        self._remote = frozenset(k for k, path in enumerate(paths) if is_url(path))
         super().__init__(paths, format, verify, tolerant, seen=seen, share=share)
         self._parsed.clear()
         self._plain = False  # nothing is known of what is in memory
@@ -99,7 +98,9 @@ class RangedSource(LocalSource):
 
     def _new_engine(self) -> FetchingEngine:
         fetches = {
-            self._files.fd(shard): FetchedFile(opened.ask_all, partial(self._warn, shard))
+            self._files.fd(shard): FetchedFile(
+                opened.ask_all, partial(self._faults.read_wrong, shard)
+            )
             for shard, opened in enumerate(self._objects)
             if opened is not None
         }
@@ -120,7 +121,9 @@ class RangedSource(LocalSource):
         def in_thread(_: BatchEngine, call: Callable[[], None]) -> None:
             threads.put(NOW, call, Future())
 
-        return ChunkCache(self._samples.chunked, self._samples.learned, self._warn, in_thread)
+        return ChunkCache(
+            self._samples.chunked, self._samples.learned, self._faults.read_wrong, in_thread
+        )
 
     def _to_target(
         self, indices: Int64s, edges: Int64s, apart: bool, out: Bytes | None
@@ -131,21 +134,6 @@ class RangedSource(LocalSource):
     def _second_reads(self, shard: int) -> Second:
         opened = self._objects[shard]
         return super()._second_reads(shard) if opened is None else opened.ask_again
-
-    def _log_wrong(self, shard: int) -> None:
-        if self._objects[shard] is None:
-            return super()._log_wrong(shard)
-        log.warning(
-            "%s came wrong once from its origin, and right the second time: check the network "
-            "and the memory",
-            self.shards[shard].path,
-        )
-
-    def _explained(
-        self, error: FFServeError, index: int, record: tuple[int, int, int]
-    ) -> FFServeError:
-        remote = self._objects[self._samples.shard_of(index)] is not None
-        return error if remote else super()._explained(error, index, record)
 
     def after_fork(self) -> None:
         """Connections to origins are the parent's as well."""

@@ -53,7 +53,7 @@ GIVE_UP_S = 75.0
 """The daemon asks a failing origin again for this long. A client waits 120 s for an answer, and the
 last attempt can take another 30 s."""
 COMPARE_S = 15.0
-"""An OPEN waits this long for blocks that are asked for again because their tables are damaged."""
+"""If tables are damaged, an OPEN waits this long for their blocks to be fetched again."""
 
 
 class WantedFile(NamedTuple):
@@ -250,7 +250,7 @@ class RemoteFiles:
         Raises: FormatError, ChecksumError, TruncatedError, AccessDenied, ReadError.
         """
         blocks: dict[int, None] = {}
-        """Those that were read, in this order."""
+        """The blocks that were read, in the order of their last reads."""
         read_at = self.fetcher.read_at(opened)
 
         def noted(offset: int, into: memoryview, /) -> int:
@@ -280,8 +280,8 @@ class RemoteFiles:
         return read()
 
     def _came_damaged(self, opened: OpenObject, blocks: Sequence[int]) -> bool:
-        """Ask the origin again for blocks in which an error was found; return whether any of them
-        came otherwise now. The error is in one that was read last, if the object was scanned."""
+        """Fetch blocks again in which an error was found; return whether any has other bytes now.
+        In an object that was scanned the error is in one of the last blocks."""
         stored, latest = opened.stored, np.array(blocks[: -MOST_ALIKE - 1 : -1], np.int64)
         pinned = np.sort(latest)
         with contextlib.suppress(FFServeError, OSError):

@@ -169,7 +169,7 @@ def group_of(config: ServerConfig) -> int | None:
 def http_module() -> ModuleType:
     """Return the module for HTTP. Raises: UsageError: it needs packages that are not installed."""
     try:
-        return importlib.import_module("ffserve.server.status.http")
+        return importlib.import_module("ffserve.server.status.http_server")
     except ImportError as error:
         raise UsageError(
             f"HTTP needs a package that is not installed: {error.name}",

@@ -308,7 +308,7 @@ class ChunkLoader:
 
 
 def _user_of(load: Load) -> str:
-    """Return the user whose job asked first; "" if it was none's."""
+    """Return the user whose job asked first; "" if no job did."""
     fetch = load.fetches[0]
     if isinstance(fetch, Piece):
         return fetch.progress.owner

@@ -26,6 +26,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -42,7 +43,13 @@ from ffserve.cache.prefetch import Piece
 from ffserve.cache.tables import Directory, ShardTable
 from ffserve.dtypes import Floats, Int64s
 from ffserve.errors import AccessDenied, Failure, FFServeError, ReadError
-from ffserve.limits import BLOCK_THREADS, MOST_FETCHED_AHEAD
+from ffserve.limits import (
+    BLOCK_THREADS,
+    GATE_BLOCKS,
+    MOST_FETCHED_AHEAD,
+    MOST_QUEUED,
+    POOL_BLOCKS,
+)
 from ffserve.reads.fetched import GAP
 from ffserve.server.files.remote import RemoteShard
 from ffserve.server.reading.requests import SampleRequest
@@ -110,20 +117,40 @@ class WaitingLoad:
     left: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class GateLane:
+    """The gates of one pool. asking: blocks of those that have asked and do not have all."""
+
+    asking: int = 0
+    waiting: deque[BlockGate] = field(default_factory=deque)
+
+
 class BlockGate:
     """The gate at which a request waits for its blocks, and which keeps them for its loads; see the
     module's text.
 
-    Args: fetches, needs, owner: whose request it is.
+    Args:
+        needs: returns the blocks. count: samples that it lets through. pool, size: see
+            `Fetches.admit`. owner: whose request it is.
     """
 
     def __init__(
-        self, fetches: Fetches, needs: Callable[[], Needs], numbers: Int64s, owner: Owner
+        self,
+        fetches: Fetches,
+        needs: Callable[[], Needs],
+        numbers: Int64s,
+        owner: Owner,
+        *,
+        count: int,
+        pool: str,
+        size: int,
     ) -> None:
         self._fetches = fetches
         self._needs = needs
         self._numbers = numbers
         self._owner = owner
+        self._count = count
+        self.pool, self.size = pool, size
         self._left = 1
         self._lock = threading.Lock()
         self._open: Callable[[int, float], object] | None = None
@@ -144,7 +171,19 @@ class BlockGate:
         self._open = opened
         self._fetches.in_flight += 1
         self._timer = self._fetches.later(PART_S, self._open_in_part)
-        self._fetches.in_thread(self._ask)
+        self._fetches.admit(self)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nobody waits at it any more."""
+        return self._open is None
+
+    def ask(self) -> None:
+        """Ask for the blocks. In a thread; `Fetches.asked` is called when the last one has come."""
+        try:
+            self._ask()
+        finally:
+            self._one_came()
 
     def _ask(self) -> None:
         with contextlib.suppress(FFServeError):  # the session has ended, and the file was closed
@@ -166,7 +205,6 @@ class BlockGate:
                 futures = self._fetches.ask(opened, missing, remote.worth)
                 for block, future in zip(missing.tolist(), futures, strict=True):
                     future.add_done_callback(partial(self._came, (stored, block)))
-        self._one_came()
 
     def _came(self, key: tuple[StoredObject, int], future: Future[Outcome]) -> None:
         error = future.exception()
@@ -183,7 +221,8 @@ class BlockGate:
 
     def _pass(self) -> None:
         """End the wait when all blocks are there or cannot be had. In the loop's thread."""
-        self._let_through(len(self._numbers))
+        self._fetches.asked(self)
+        self._let_through(self._count)
 
     def _open_in_part(self) -> None:
         count = self._fetches.ready_count(self._numbers)
@@ -268,6 +307,7 @@ class Fetches:
         self._refused_at = 0.0
         self._pins_fail = False
         """Whether that was logged."""
+        self._lanes: dict[str, GateLane] = {}
         self.in_flight = 0
         """Requests at a gate, and loads that wait."""
 
@@ -313,10 +353,10 @@ class Fetches:
 
     def gate(self, numbers: Int64s, owner: Owner) -> BlockGate | None:
         """Return the gate at which a request for samples has to wait; None if it need not wait."""
-        absent = numbers[self._directory.slot_of[numbers] == 0]
+        absent = np.flatnonzero(self._directory.slot_of[numbers] == 0)
         if not len(absent):
             return None
-        table = self._table.blocks(absent)
+        table = self._table.blocks(numbers[absent])
         bases = self._table.bases[table.shards]
         known = [
             (base, remote)
@@ -324,19 +364,50 @@ class Fetches:
             if (remote := self._shards.get(base)) is not None
         ]
 
+        if not known:
+            return None
+        block_size = self._fetcher.store.block_size
+        # Of larger samples the load waits for the rest, if there is memory for them at all.
+        ends = np.minimum(table.ends, table.begins + GATE_BLOCKS * block_size)
+        firsts, lasts = _covered(table.begins, ends, block_size)
+        rows, size = _reach(table.shards << 40 | firsts, table.shards << 40 | lasts)
+
         def needs() -> Needs:
-            rows = [bases == base for base, _ in known]
+            mine = [np.flatnonzero(bases[:rows] == base) for base, _ in known]
             return [
-                (remote, _in_order(remote.stored, table.begins[mine], table.ends[mine]))
-                for (_, remote), mine in zip(known, rows, strict=True)
+                (remote, _in_order(remote.stored, table.begins[some], ends[some]))
+                for (_, remote), some in zip(known, mine, strict=True)
+                if len(some)
             ]
 
-        if len(known) <= FEW_SHARDS:
-            found = needs()
-            if all(len(remote.stored.missing(blocks)) == 0 for remote, blocks in found):
-                return None
-            return BlockGate(self, lambda: found, numbers, owner)
-        return BlockGate(self, needs, numbers, owner)
+        if len(known) <= FEW_SHARDS and self.ready_count(numbers) == len(numbers):
+            return None
+        count = len(numbers) if rows == len(absent) else int(absent[rows])
+        mine = known[0][1].objects.get(owner)
+        pool = "" if mine is None else mine.pool
+        return BlockGate(self, needs, numbers, owner, count=count, pool=pool, size=size)
+
+    def admit(self, gate: BlockGate) -> None:
+        """Let a gate ask for its blocks. Gates of one pool ask for POOL_BLOCKS at a time, also
+        after their requests were dropped: to ask takes memory until the blocks come."""
+        lane = self._lanes.setdefault(gate.pool, GateLane())
+        lane.waiting.append(gate)
+        self._admit_more(lane)
+
+    def _admit_more(self, lane: GateLane) -> None:
+        while lane.waiting and lane.asking < POOL_BLOCKS:
+            gate = lane.waiting.popleft()
+            if not gate.has_ended:
+                lane.asking += gate.size
+                self.in_thread(gate.ask)
+
+    def asked(self, gate: BlockGate) -> None:
+        """The blocks of a gate have come, or cannot be had."""
+        lane = self._lanes[gate.pool]
+        lane.asking -= gate.size
+        self._admit_more(lane)
+        if not lane.asking:
+            del self._lanes[gate.pool]
 
     def ready_count(self, numbers: Int64s) -> int:
         """Return how many of these samples, from the first one on, are in memory or in the store
@@ -686,6 +757,8 @@ class Fetches:
                 opened, refused = remote.object_for(owners), self._refused
                 if self._fetcher.is_asked(opened, block):
                     continue
+                if self._fetcher.queued_count(opened) >= MOST_QUEUED:
+                    break
                 future = self._fetcher.ask(opened, [block], due, due)[block]
                 future.add_done_callback(partial(_note_refusal, refused, key))
 
@@ -717,15 +790,40 @@ def _as_error(error: BaseException) -> FFServeError:
 
 
 def _in_order(stored: StoredObject, begins: Int64s, ends: Int64s) -> Int64s:
-    """Return the different blocks of extents, in their order."""
-    firsts = begins // stored.block_size
-    lasts = np.maximum(ends - 1, begins) // stored.block_size
-    spans = lasts - firsts + 1
+    """Return the different blocks of extents, in their order; extents may be repeated."""
+    firsts, spans, places = _spans(*_covered(begins, ends, stored.block_size))
+    order = np.argsort(places)
+    firsts, spans = firsts[order], spans[order]
     before = np.cumsum(spans) - spans
     blocks = np.repeat(firsts - before, spans) + np.arange(int(spans.sum()))
     different, places = np.unique(blocks, return_index=True)
     ordered: Int64s = different[np.argsort(places)]
     return ordered[ordered < stored.count]
+
+
+def _covered(begins: Int64s, ends: Int64s, size: int) -> tuple[Int64s, Int64s]:
+    """Return the first and the last block of extents."""
+    return begins // size, np.maximum(ends - 1, begins) // size
+
+
+def _spans(firsts: Int64s, lasts: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+    """Return, for runs of blocks, the different first ones, the longest run from each, and where it
+    comes first."""
+    different, places, rows = np.unique(firsts, return_index=True, return_inverse=True)
+    spans = np.zeros(len(different), np.int64)
+    np.maximum.at(spans, rows, lasts - firsts + 1)
+    return different, spans, places
+
+
+def _reach(firsts: Int64s, lasts: Int64s) -> tuple[int, int]:
+    """Return how many runs, from the first one on, have GATE_BLOCKS blocks together, and how many
+    they have, about."""
+    _, spans, places = _spans(firsts, lasts)
+    counts = np.zeros(len(firsts), np.int64)
+    counts[places] = spans
+    sums = np.cumsum(counts)
+    rows = max(int(np.searchsorted(sums, GATE_BLOCKS, side="right")), 1)
+    return rows, int(sums[rows - 1])
 
 
 def _are_there(remote: RemoteShard, own: Int64s) -> NDArray[np.bool_]:
@@ -735,8 +833,13 @@ def _are_there(remote: RemoteShard, own: Int64s) -> NDArray[np.bool_]:
         return np.ones(len(own), np.bool_)
     words = remote.stored.state.words
     there: NDArray[np.bool_] = (words[firsts] == PRESENT) & (words[lasts] == PRESENT)
-    for k in np.flatnonzero(lasts - firsts > 1).tolist():
-        there[k] = (words[firsts[k] : lasts[k] + 1] == PRESENT).all()
+    wide = np.flatnonzero((lasts - firsts > 1) & there)
+    different, places = np.unique(own[wide], return_inverse=True)
+    whole = [
+        bool((words[remote.firsts[k] : remote.lasts[k] + 1] == PRESENT).all())
+        for k in different.tolist()
+    ]
+    there[wide] = np.array(whole, np.bool_)[places]
     return there
 
 

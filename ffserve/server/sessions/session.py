@@ -440,6 +440,7 @@ class Session:
         if self.context.joined:
             assert self.context.job is not None
             self.context.job.sessions -= 1
+            self.context.job.last_seen = now
             self.context.job.time.end(self.owner.time, now)
         self.context.phase = OVER
         self.datasets.refuse_files(UsageError("the session has ended"))

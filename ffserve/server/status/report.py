@@ -315,7 +315,8 @@ def job_facts(state: ServerState, job: Job, now: float, viewer: Viewer | None) -
         "paths": job.paths,
         "sessions": job.sessions,
         "age_s": round(now - job.first_seen, 3),
-        "idle_s": round(now - job.last_seen, 3),
+        # No two jobs end within a microsecond, so those that have ended have an order.
+        "idle_s": round(now - job.last_seen, 6),
         "hits": job.hits,
         "hit_size": job.hit_size,
         "missed": job.missed,

@@ -1,7 +1,7 @@
 """Schemes of remote files: one module each. To add a scheme, add a module that defines `SCHEME`.
 
 There is no list of the modules: they are found in this folder when the first URL is looked at. They
-import no package of a scheme; `base.py` says what a scheme consists of.
+import no package of a scheme; `scheme.py` says what one consists of.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterable
 
-from ffserve.store.schemes.base import Scheme
+from ffserve.store.schemes.scheme import Scheme
 
 
 @functools.cache
 def schemes() -> dict[str, Scheme]:
     """Return the schemes of this folder, by name."""
-    names = sorted(each.name for each in pkgutil.iter_modules(__path__) if each.name != "base")
+    names = sorted(each.name for each in pkgutil.iter_modules(__path__) if each.name != "scheme")
     found = [importlib.import_module(f"{__name__}.{name}").SCHEME for name in names]
     return {scheme.name: scheme for scheme in found}
 

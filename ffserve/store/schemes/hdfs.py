@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from ffserve.store.schemes.base import BROKEN, Meaning, Options, Scheme
+from ffserve.store.schemes.scheme import BROKEN, Meaning, Options, Scheme
 
 _FAILOVER = {
     # Each NameNode of a name service is asked twice.

@@ -6,7 +6,7 @@ import importlib
 from typing import Any, ClassVar
 
 from ffserve.store import urls
-from ffserve.store.schemes.base import (
+from ffserve.store.schemes.scheme import (
     OpenVersion,
     Options,
     Scheme,

@@ -7,7 +7,7 @@ import importlib
 from typing import Any, ClassVar
 
 from ffserve.limits import MOST_PAGE_SIZE
-from ffserve.store.schemes.base import (
+from ffserve.store.schemes.scheme import (
     OpenVersion,
     Options,
     Scheme,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ffserve.store.schemes.base import Scheme
+from ffserve.store.schemes.scheme import Scheme
 
 
 class ProcessMemory(Scheme):

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from ffserve.limits import MOST_LISTED
 from ffserve.store import urls
-from ffserve.store.schemes.base import (
+from ffserve.store.schemes.scheme import (
     OpenVersion,
     Options,
     Scheme,

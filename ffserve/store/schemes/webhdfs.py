@@ -6,7 +6,7 @@ import importlib
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from ffserve.store.schemes.base import (
+from ffserve.store.schemes.scheme import (
     Options,
     Scheme,
     new_file_system,

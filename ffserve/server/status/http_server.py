@@ -61,8 +61,8 @@ _BACKLOG = 128
 _PEER = struct.Struct("3i")
 _TEXT = "text/plain; charset=utf-8"
 _FOREIGN = (
-    b"this port is asked for by a name that is not of this machine: use localhost or an address, "
-    b"and let a proxy send one of these as Host\n"
+    b"the Host header of this request does not name this machine: use localhost or an address; "
+    b"a proxy must send one of these as Host\n"
 )
 
 
@@ -114,7 +114,7 @@ class HttpServer:
         self._listener = listener
         self.refuses_descriptors = self.is_unix and refuse_descriptors(listener)
         self._connections: dict[_HttpConnection, int | bytes] = {}
-        """The oldest first, and whose each is; see `_client_of`."""
+        """Open connections, the oldest first, with the client of each; see `_client_of`."""
         self._scrapes = {
             (names, plain): _Scrape(self, names, plain)
             for names in (False, True)
@@ -404,7 +404,7 @@ class _HttpConnection:
         self._http.answer(self, path, jobs=jobs, accept=",".join(values))
 
     def _asks_for_this_machine(self, request: h11.Request) -> bool:
-        """Whether no browser was led here by the name of another host; see the module."""
+        """Whether the Host header names this machine, or need not; see the module."""
         if not _address(self._sock.getsockname()).is_loopback:
             return True
         hosts = [value.decode("latin-1") for name, value in request.headers if name == b"host"]

@@ -197,7 +197,7 @@ class Windows:
     def close(self) -> None:
         """Read no more, and wait for what is on its way."""
         with self._lock:
-            self._order = self._order[:0]
+            self._order, self._following = self._order[:0], iter(())
             while self._begun:
                 self._wait(self._begun.popleft())
         if (thread := self._thread) is not None:

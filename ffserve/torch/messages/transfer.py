@@ -35,8 +35,8 @@ from ffserve import FileReader, Reader
 from ffserve.client.public import addresses, placing
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.errors import FFServeError
-from ffserve.torch.pickling import Pickler, is_plain
-from ffserve.torch.segments import FREE, TAKEN, Segment, Sender, give_back, receiver
+from ffserve.torch.messages.pickling import Pickler, is_plain
+from ffserve.torch.messages.segments import FREE, TAKEN, Segment, Sender, give_back, receiver
 
 try:  # Both names are private, though torch documents how to extend its collation with the second.
     from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
