@@ -432,9 +432,8 @@ class FieldReader(BaseFieldReader, Reader):
     async def __aiter__(self) -> AsyncIterator[Any]:
         async with contextlib.aclosing(self.batches()) as batches:
             async for batch in batches:
-                for values in zip(*batch.values(), strict=True):
-                    copies = (None if each is None else each.copy() for each in values)
-                    yield dict(zip(batch, copies, strict=True))
+                for row in self.rows_of(batch):
+                    yield {name: None if one is None else one.copy() for name, one in row.items()}
 
     async def batches(
         self, indices: Any = None, *, count: int = READ_AHEAD_COUNT, size: int = READ_AHEAD_SIZE

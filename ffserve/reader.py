@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Generic, Literal, TypeVar, overload
 
@@ -1164,6 +1164,12 @@ class BaseFieldReader(BaseReader):
             found[name] = Batch(batch.buffer[begin:end], offsets)
         return found
 
+    @staticmethod
+    def rows_of(batch: Mapping[str, Sequence[T]]) -> list[dict[str, T]]:
+        """Return the samples of a batch, each a dict."""
+        rows = zip(*batch.values(), strict=True)
+        return [dict(zip(batch, values, strict=True)) for values in rows]
+
     def _leave_out_samples(self, bad: dict[int, FFServeError]) -> None:
         """Hide these samples, by index."""
         self._damaged += bad.values()
@@ -1229,9 +1235,8 @@ class FieldReader(BaseFieldReader, Reader):
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.batches():
-            for values in zip(*batch.values(), strict=True):
-                copies = (None if each is None else each.copy() for each in values)
-                yield dict(zip(batch, copies, strict=True))
+            for row in self.rows_of(batch):
+                yield {name: None if one is None else one.copy() for name, one in row.items()}
 
     def batches(  # type: ignore[override]
         self, indices: Any = None, *, count: int = READ_AHEAD_COUNT, size: int = READ_AHEAD_SIZE

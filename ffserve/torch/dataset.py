@@ -24,7 +24,7 @@ import numpy as np
 import torch.utils.data
 from numpy.typing import NDArray
 
-from ffserve import FileReader
+from ffserve import FieldReader, FileReader
 from ffserve.dtypes import Int64s
 from ffserve.errors import SampleIndexError, UsageError
 from ffserve.torch.example_columns import ExampleColumns
@@ -251,10 +251,7 @@ class RawDataset(Dataset):
         """Return ``data``, of ``features`` and of several fields as dicts."""
         if self._columns is not None:
             return self._columns.rows(data)
-        if isinstance(data, dict):
-            rows = zip(*data.values(), strict=True)
-            return [dict(zip(data, values, strict=True)) for values in rows]
-        return data
+        return FieldReader.rows_of(data) if isinstance(data, dict) else data
 
 
 class Subset(Dataset):
