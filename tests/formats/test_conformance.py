@@ -45,8 +45,41 @@ class TestRecordIO(FormatConformance):
     )
 
 
+class TestTar(FormatConformance):
+    """It has no checksums of contents: bits are turned in headers only."""
+
+    format = by_name("tar")
+
+    def test_every_cut(self) -> None:
+        """Of a file of twenty blocks, the cuts around their edges."""
+        [content] = self._files()
+        edges = {edge + k for edge in range(0, 8193, 512) for k in (-1, 0, 1, 256)}
+        for size in sorted(edges - {-1}):
+            self._check_tolerant(content[:size], list(SMALL))
+
+    @pytest.mark.check
+    def test_every_flipped_bit(self) -> None:
+        """As for every format, in the bytes of two headers."""
+        whole = list(SMALL)
+        [content] = self._files()
+        for bit in range(8 * 512, 8 * 2 * 512, 3):
+            damaged = bytearray(content)
+            damaged[bit // 8] ^= 1 << bit % 8
+            try:
+                found = samples(self.format, bytes(damaged))
+            except FFServeError as error:
+                self._check_located(error)
+            else:
+                assert bit // 8 >= 1024 or found == whole
+
+    @pytest.mark.check
+    def test_absurd_numbers_cost_no_memory(self) -> None:
+        """As for every format."""
+        super().test_absurd_numbers_cost_no_memory()
+
+
 def test_every_format_is_here() -> None:
-    tested = {each.format.name for each in (TestFFRecord, TestTFRecord, TestRecordIO)}
+    tested = {each.format.name for each in (TestFFRecord, TestTFRecord, TestRecordIO, TestTar)}
     assert tested == set(formats.NAMES)
 
 

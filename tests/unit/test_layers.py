@@ -25,7 +25,7 @@ LAYERS = {
     "reads": "engine formats disk",
     # packed folders, remote files, data sets
     "store": "limits config engine formats disk system",
-    "dataset": "engine disk store",
+    "dataset": "engine formats disk store",
     "writer": "formats disk",
     "folders": "engine system disk store writer",
     # the daemon
@@ -35,7 +35,7 @@ LAYERS = {
     # the client
     "client": "_version limits protocol engine formats reads dataset disk system store",
     "reader": "formats dataset disk client store folders",
-    "aio": "dataset client reader",
+    "aio": "formats dataset client reader",
     # inputs of programs
     "inputs": "order formats disk store ffserve",
     # tables
