@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from daemon import Daemon, serving
+from daemon import Daemon, serving, started
+from origins import http_origin
+from store_servers import reading_daemon
 from tar_files import Sample, archive, numbered, write
 
 import ffserve
@@ -98,7 +100,7 @@ def test_one_field(data: tuple[list[str], list[Sample]], server: str) -> None:
 
 
 def test_names(data: tuple[list[str], list[Sample]], server: str) -> None:
-    paths, samples = data
+    paths, _ = data
     with ffserve.open(paths, server=server) as reader:
         keys = [f"d/{k:06}" for k in (*range(2500), *range(700))]
         assert reader.keys([0, 2499, 2500, 3199]) == [keys[k] for k in (0, 2499, 2500, 3199)]
@@ -313,3 +315,33 @@ def test_compressed_archives_say_convert(tmp_path: Path, format: str | None) -> 
     with ffserve.open(tmp_path / "y.tar", server="off") as reader:
         assert [row(sample) for sample in reader] == samples
         assert reader.names == [f"d/{k:06}" for k in range(20)]
+
+
+def test_remote_files_by_ranges(tmp_path: Path) -> None:
+    samples = [{"big": os.urandom(200_000), "small": b"%d" % k} for k in range(30)]
+    content = archive(samples)
+    with http_origin() as origin:
+        url = origin.put("x.tar", content)
+        with ffserve.open(url, server="off", fields=["small"]) as reader:
+            assert reader.source == "ranged reads"
+            before = origin.total
+            assert [bytes(each) for each in reader.read(range(30))] == [
+                each["small"] for each in samples
+            ]
+            # Neighbours are fetched together, but not what lies between them.
+            assert origin.total - before < 100_000
+        with ffserve.open(url, server="off") as reader:
+            assert [row(each) for each in reader] == samples
+            assert reader.keys([29]) == ["d/000029"]
+
+
+def test_remote_files_by_a_daemon(tmp_path: Path) -> None:
+    samples = numbered(300, irregular=True)
+    with http_origin() as origin, started(reading_daemon(tmp_path)) as daemon:
+        url = origin.put("x.tar", archive(samples))
+        for _ in range(2):  # the second time by its index in the store
+            with daemon.open(url) as reader:
+                assert [row(each) for each in reader] == samples
+                assert reader.keys([299]) == ["d/000299"]
+        with daemon.open(url, fields=["jpg"]) as reader:
+            assert [bytes(each) for each in reader] == [each["jpg"] for each in samples]
