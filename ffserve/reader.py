@@ -437,6 +437,11 @@ class BaseReader:
             self._numbering = Selection(chosen.numbers(np.setdiff1d(every, lacking)))
 
     @property
+    def verified(self) -> bool:
+        """Whether the bytes of samples are compared with checksums: tar files have none."""
+        return self._request.verify and not self._has_members
+
+    @property
     def fields(self) -> list[str]:
         """The fields of the samples of tar files, in order; of other files there are none."""
         return [] if self._fields is None else list(self._fields.names)

@@ -54,7 +54,7 @@ FIELDS = ["jpg", "cls", "json"]
 def test_all_fields(data: tuple[list[str], list[Sample]], server: str) -> None:
     paths, samples = data
     with ffserve.open(paths, server=server) as reader:
-        assert isinstance(reader, ffserve.FieldReader)
+        assert isinstance(reader, ffserve.FieldReader) and not reader.verified
         assert len(reader) == len(samples) and set(reader.fields) == set(FIELDS)
         assert [(s.first, s.count) for s in reader.shards] == [(0, 2500), (2500, 700)]
         some = random.Random(0).choices(range(len(samples)), k=300)
@@ -202,6 +202,23 @@ def test_positions_count_samples(tmp_path: Path, own: Daemon) -> None:
         for k in range(0, 60, 6):
             reader.read(range(k, k + 6))
         reader.reached(0, 60)
+
+
+def test_daemons_of_a_release_without_tar_files(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.tar", numbered(10))
+    patch = (
+        "from ffserve.server.sessions.state import ServerState as S\nabout = S.about\n"
+        "S.about = lambda s: {k: v for k, v in about(s).items() if k != 'members'}"
+    )
+    with serving(patch=patch) as daemon:
+        with pytest.raises(FFServeError, match="a release that reads no tar files"):
+            daemon.open(path)
+        os.environ["FFSERVE_SOCKET"] = daemon.socket
+        try:
+            with ffserve.open(path) as reader:
+                assert reader.source.startswith("engine") and len(reader) == 10
+        finally:
+            del os.environ["FFSERVE_SOCKET"]
 
 
 def test_jobs_share_members(tmp_path: Path, own: Daemon) -> None:
