@@ -195,9 +195,9 @@ class Reader(BaseReader):
         numbers, found = self._key_numbers(indices), list[bytes]()
 
         async def attempt(state: LoopState, source: SampleSource) -> list[bytes]:
-            asked = self._blocks_of(source, part)
+            known, asked = self._blocks_of(source, part)
             blocks = await state.named(source, asked) if asked else []
-            return self._names_of(source, part, asked, blocks)
+            return self._names_of(source, part, known, asked, blocks)
 
         for first in range(0, len(numbers), NAMES_AT_ONCE):
             part = numbers[first : first + NAMES_AT_ONCE]

@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,9 @@ from ffserve.formats.members import ABOUT, BLOCK_COUNT, Members, split_name, unp
 from ffserve.store.origin import ObjectVersion
 
 T = TypeVar("T")
+Block: TypeAlias = tuple[int, int]
+"""The position of a file, and the number of a block of names in it."""
+Names: TypeAlias = dict[Block, list[bytes]]
 
 _SURROGATES: dict[str, Any] = {"errors": "surrogateescape"}
 NAME_BLOCKS = 4096
@@ -214,7 +217,7 @@ class BaseReader:
         self._labels: dict[str, dict[int, Any]] = {}
         """By column and number of the sample."""
         self._by_name: dict[str, int] | None = None
-        self._name_blocks: dict[tuple[int, int], list[bytes]] = {}
+        self._name_blocks: Names = {}
         self._ends: dict[int, Int64s] = {}
         """Of announced orders of samples with several fields: records up to each sample."""
         connections.call_after_fork(self)
@@ -295,9 +298,9 @@ class BaseReader:
         self._hide(np.array(list(bad), np.int64))
 
     def _hide(self, numbers: Int64s) -> None:
-        if isinstance(self._numbering, Selection):
-            left = ~np.isin(self._numbering.chosen, numbers)
-            self._numbering = Selection(self._numbering.chosen[left])
+        if isinstance(self._numbering, (Selection, FieldSelection)):
+            shown = self._all_numbers()
+            self._numbering = Selection(shown[~np.isin(shown, numbers)])
             return
         if isinstance(self._numbering, Numbering):
             numbers = np.concatenate((numbers, self._numbering.hidden))
@@ -446,13 +449,14 @@ class BaseReader:
         """The fields of the samples of tar files, in order; of other files there are none."""
         return [] if self._fields is None else list(self._fields.names)
 
-    def _blocks_of(self, source: SampleSource, numbers: Int64s) -> list[tuple[int, int]]:
-        """Return the blocks of names, of these records, that are not known yet."""
-        shards, firsts = self._places_of(source, numbers)
+    def _blocks_of(self, source: SampleSource, numbers: Int64s) -> tuple[Names, list[Block]]:
+        """Return the blocks of names that are known, and those to be asked for for these records."""
+        shards, records = self._places_of(source, numbers)
         if len(self._name_blocks) > NAME_BLOCKS:
-            self._name_blocks = {}
-        pairs = np.unique(np.stack((shards, firsts // BLOCK_COUNT), axis=1), axis=0).tolist()
-        return [(k, n) for k, n in pairs if (k, n) not in self._name_blocks]
+            self._name_blocks = {}  # other threads go on with the one that they have
+        known = self._name_blocks
+        pairs = np.unique(np.stack((shards, records // BLOCK_COUNT), axis=1), axis=0).tolist()
+        return known, [(k, n) for k, n in pairs if (k, n) not in known]
 
     @staticmethod
     def _places_of(source: SampleSource, numbers: Int64s) -> tuple[Int64s, Int64s]:
@@ -465,17 +469,17 @@ class BaseReader:
         self,
         source: SampleSource,
         numbers: Int64s,
-        asked: list[tuple[int, int]],
+        known: Names,
+        asked: list[Block],
         blocks: list[bytes],
     ) -> list[bytes]:
-        """Return the names of records. Args: asked, blocks: the blocks that were not known."""
+        """Return the names of records. Args: asked, blocks: those that were not known."""
         for (shard, number), block in zip(asked, blocks, strict=True):
-            path = source.shards[shard].path
-            self._name_blocks[shard, number] = unpacked(block, path)
+            known[shard, number] = unpacked(block, source.shards[shard].path)
         found = []
         places = (each.tolist() for each in self._places_of(source, numbers))
         for shard, record in zip(*places, strict=True):
-            names = self._name_blocks[shard, record // BLOCK_COUNT]
+            names = known[shard, record // BLOCK_COUNT]
             if record % BLOCK_COUNT >= len(names):
                 raise FormatError("a block of names is damaged", path=source.shards[shard].path)
             found.append(names[record % BLOCK_COUNT])
@@ -644,8 +648,8 @@ class Reader(BaseReader, Sequence[Bytes]):
         numbers, found = self._key_numbers(indices), list[bytes]()
 
         def attempt(source: SampleSource) -> list[bytes]:
-            asked = self._blocks_of(source, part)
-            return self._names_of(source, part, asked, source.named(asked) if asked else [])
+            known, asked = self._blocks_of(source, part)
+            return self._names_of(source, part, known, asked, source.named(asked) if asked else [])
 
         for first in range(0, len(numbers), NAMES_AT_ONCE):
             part = numbers[first : first + NAMES_AT_ONCE]

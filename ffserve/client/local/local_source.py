@@ -573,6 +573,7 @@ class LocalSource:
         self._engine = None
         self._windows = None
         del self._chunk_cache
+        self._members.clear()
         self._files.close()
 
 
