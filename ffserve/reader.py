@@ -450,7 +450,7 @@ class BaseReader:
         return [] if self._fields is None else list(self._fields.names)
 
     def _blocks_of(self, source: SampleSource, numbers: Int64s) -> tuple[Names, list[Block]]:
-        """Return the blocks of names that are known, and those to be asked for for these records."""
+        """Return the blocks of names that are known, and which others these records need."""
         shards, records = self._places_of(source, numbers)
         if len(self._name_blocks) > NAME_BLOCKS:
             self._name_blocks = {}  # other threads go on with the one that they have
@@ -1252,6 +1252,8 @@ class FieldReader(BaseFieldReader, Reader):
     ) -> Iterator[dict[str, list[Bytes | None]]]:
         """Read in order with read-ahead; yield what `read` returns, as parts of one buffer."""
         samples = self._samples(range(len(self)) if indices is None else indices)
+        if indices is not None and isinstance(source := self._selector.current(), LocalSource):
+            source.follow(self._selected.rows(samples).numbers)
         with contextlib.closing(self._rows_in_order(samples, count, size)) as answers:
             for rows, batch, failed in answers:
                 self._raise_first(failed, rows.numbers)
