@@ -151,6 +151,14 @@ class FieldRows:
 
     def by_field(self, names: Sequence[str], values: Iterable[T]) -> dict[str, list[T | None]]:
         """Return values of the records as a list for each field; None where a sample has none."""
+        width, columns = len(names), self.columns
+        if len(columns) == self.count * width > 0:
+            # Nearly always all samples have all fields in one order.
+            table = columns.reshape(-1, width)
+            if (table == table[0]).all():
+                every: list[T | None] = list(values)
+                places = table[0].argsort().tolist()
+                return {name: every[k::width] for name, k in zip(names, places, strict=True)}
         found: list[list[T | None]] = [[None] * self.count for _ in names]
         rows = zip(self.columns.tolist(), self.samples.tolist(), values, strict=True)
         for column, sample, value in rows:

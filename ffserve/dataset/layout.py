@@ -26,7 +26,7 @@ class ShardInfo:
 
     Args:
         path: the file.
-        format: "ffrecord", "recordio" or "tfrecord".
+        format: "ffrecord", "recordio", "tfrecord" or "tar".
         count: number of samples.
         first: dataset index of its first sample.
         size: bytes of the file when it was opened.
