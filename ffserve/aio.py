@@ -27,20 +27,20 @@ from collections.abc import (
     Iterator,
     Sequence,
 )
+from functools import partial
 from typing import Any, Literal, TypeVar, overload
 
 from ffserve.client.announced import check_count
 from ffserve.client.failover import LoopSelector, OpenRequest, announce
 from ffserve.client.loop import Failed, LoopState, in_thread, loop_state
 from ffserve.client.source import Batch, SampleSource, Target, cut
-from ffserve.dataset.fields import FieldRows
+from ffserve.dataset.fields import FieldRows, key_of
 from ffserve.dataset.layout import ShardInfo
 from ffserve.dataset.paths import PathLike, expand_paths
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.errors import ArenaError, FFServeError, ServerUnavailable, UsageError
-from ffserve.formats.members import ABOUT, split_name
+from ffserve.formats.members import ABOUT
 from ffserve.reader import (
-    NAMES_AT_ONCE,
     READ_AHEAD_COUNT,
     READ_AHEAD_SIZE,
     BaseFieldReader,
@@ -192,21 +192,17 @@ class Reader(BaseReader):
 
     async def keys(self, indices: Any) -> list[str]:
         """Return the keys of samples of tar files, as `ffserve.Reader.keys`."""
-        numbers, found = self._key_numbers(indices), list[bytes]()
-
-        async def attempt(state: LoopState, source: SampleSource) -> list[bytes]:
-            known, asked = self._blocks_of(source, part)
-            blocks = await state.named(source, asked) if asked else []
-            return self._names_of(source, part, known, asked, blocks)
-
-        for first in range(0, len(numbers), NAMES_AT_ONCE):
-            part = numbers[first : first + NAMES_AT_ONCE]
-            found += await self._retrying(attempt)
-        return [split_name(name)[0].decode(errors="surrogateescape") for name in found]
+        (names, parts), found = self._key_numbers(indices), list[str]()
+        for part in parts:
+            known, asked = names.look(part)
+            asking = partial(LoopState.named, blocks=asked)
+            blocks = await self._retrying(asking) if asked else []
+            found += names.take(part, known, asked, blocks)
+        return [key_of(name) for name in found]
 
     async def names(self) -> list[str]:
         """Return the names of the samples, as `ffserve.Reader.names`."""
-        if self._has_members:
+        if self._member_names is not None:
             if self._names is None:
                 self._names = await self.keys(range(len(self)))
             return self._names

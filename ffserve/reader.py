@@ -16,7 +16,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Generic, Literal, TypeAlias, TypeVar, overload
+from operator import methodcaller
+from typing import Any, Generic, Literal, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,7 @@ from ffserve.client.failover import OpenRequest, SourceSelector, closed_error
 from ffserve.client.local.local_source import LocalSource
 from ffserve.client.record_stream import RecordStream
 from ffserve.client.source import Batch, Leased, SampleSource, cut
-from ffserve.dataset.fields import FieldRows, FieldSelection, FieldTable
+from ffserve.dataset.fields import FieldRows, FieldSelection, FieldTable, MemberNames, key_of
 from ffserve.dataset.layout import Numbering, Selection, as_int64, check_range
 from ffserve.dataset.layout import ShardInfo as ShardInfo
 from ffserve.dataset.paths import PathLike, expand_paths
@@ -38,23 +39,14 @@ from ffserve.dtypes import Bytes, Int64s
 from ffserve.errors import (
     ArenaError,
     FFServeError,
-    FormatError,
     ServerUnavailable,
     UsageError,
     raise_first,
 )
-from ffserve.formats.members import ABOUT, BLOCK_COUNT, Members, split_name, unpacked
+from ffserve.formats.members import ABOUT, Members
 from ffserve.store.origin import ObjectVersion
 
 T = TypeVar("T")
-Block: TypeAlias = tuple[int, int]
-"""The position of a file, and the number of a block of names in it."""
-Names: TypeAlias = dict[Block, list[bytes]]
-
-_SURROGATES: dict[str, Any] = {"errors": "surrogateescape"}
-NAME_BLOCKS = 4096
-"""A reader keeps at most about this many blocks of names of tar files."""
-NAMES_AT_ONCE = 65_536
 READ_AHEAD_SIZE = 4 * 1024 * 1024
 READ_AHEAD_COUNT = 1024
 REQUESTS_AHEAD = 3
@@ -70,7 +62,7 @@ SIZES_AT_ONCE = 65_536
 
 _OF_THIS_PROCESS = (
     frozenset(
-        ("_announced", "_by_name", "_directories", "_indexing", "_labels", "_name_blocks", "_names")
+        ("_announced", "_by_name", "_directories", "_indexing", "_labels", "_names", "_opening")
     )
     | {"_ends", "_opening"}
     | {"_selector", "_selectors", "_stream"}
@@ -202,8 +194,8 @@ class BaseReader:
         """None: all samples are shown."""
         self._fields: FieldSelection | None = None
         """Of files whose records are members of samples."""
-        self._has_members = False
-        """Whether the files have names of all records."""
+        self._member_names: MemberNames | None = None
+        """Of files whose records have names."""
         self._folders = np.zeros(0, np.int64)
         """Numbers of the hidden samples with names."""
         self._damaged: list[FFServeError] = []
@@ -217,7 +209,6 @@ class BaseReader:
         self._labels: dict[str, dict[int, Any]] = {}
         """By column and number of the sample."""
         self._by_name: dict[str, int] | None = None
-        self._name_blocks: Names = {}
         self._ends: dict[int, Int64s] = {}
         """Of announced orders of samples with several fields: records up to each sample."""
         connections.call_after_fork(self)
@@ -236,10 +227,14 @@ class BaseReader:
         chosen = check_range(as_int64(indices, len(self)), len(self))
         return chosen if self._numbering is None else self._numbering.numbers(chosen)
 
-    def _key_numbers(self, indices: Any) -> Int64s:
-        """Return a record of each sample, whose name has the key. Raises: UsageError."""
-        if not self._has_members:
+    def _key_numbers(self, indices: Any) -> tuple[MemberNames, Iterator[Int64s]]:
+        """Return a record of each sample, whose name has the key, in parts. Raises: UsageError."""
+        if self._member_names is None:
             raise UsageError("only tar files have keys", path=self._request.paths[0])
+        return self._member_names, self._member_names.parts(self._record_numbers(indices))
+
+    def _record_numbers(self, indices: Any) -> Int64s:
+        """Return a record of each sample."""
         return self._numbers(indices)
 
     def _all_numbers(self) -> Int64s:
@@ -417,7 +412,8 @@ class BaseReader:
                 path=other.path,
                 hint="open them by themselves; ffserve.torch.ConcatDataset joins data sets",
             )
-        self._has_members = bool(found)
+        if found:
+            self._member_names = MemberNames(shards)
         return found
 
     def _set_fields(
@@ -442,48 +438,12 @@ class BaseReader:
     @property
     def verified(self) -> bool:
         """Whether the bytes of samples are compared with checksums: tar files have none."""
-        return self._request.verify and not self._has_members
+        return self._request.verify and self._member_names is None
 
     @property
     def fields(self) -> list[str]:
         """The fields of the samples of tar files, in order; of other files there are none."""
         return [] if self._fields is None else list(self._fields.names)
-
-    def _blocks_of(self, source: SampleSource, numbers: Int64s) -> tuple[Names, list[Block]]:
-        """Return the blocks of names that are known, and which others these records need."""
-        shards, records = self._places_of(source, numbers)
-        if len(self._name_blocks) > NAME_BLOCKS:
-            self._name_blocks = {}  # other threads go on with the one that they have
-        known = self._name_blocks
-        pairs = np.unique(np.stack((shards, records // BLOCK_COUNT), axis=1), axis=0).tolist()
-        return known, [(k, n) for k, n in pairs if (k, n) not in known]
-
-    @staticmethod
-    def _places_of(source: SampleSource, numbers: Int64s) -> tuple[Int64s, Int64s]:
-        """Return the file of each record, and its number in that."""
-        firsts = np.array([shard.first for shard in source.shards], np.int64)
-        shards = np.searchsorted(firsts, numbers, side="right") - 1
-        return shards, numbers - firsts[shards]
-
-    def _names_of(
-        self,
-        source: SampleSource,
-        numbers: Int64s,
-        known: Names,
-        asked: list[Block],
-        blocks: list[bytes],
-    ) -> list[bytes]:
-        """Return the names of records. Args: asked, blocks: those that were not known."""
-        for (shard, number), block in zip(asked, blocks, strict=True):
-            known[shard, number] = unpacked(block, source.shards[shard].path)
-        found = []
-        places = (each.tolist() for each in self._places_of(source, numbers))
-        for shard, record in zip(*places, strict=True):
-            names = known[shard, record // BLOCK_COUNT]
-            if record % BLOCK_COUNT >= len(names):
-                raise FormatError("a block of names is damaged", path=source.shards[shard].path)
-            found.append(names[record % BLOCK_COUNT])
-        return found
 
     def _summed(
         self, current: SampleSource, spare: SampleSource | None
@@ -619,7 +579,7 @@ class Reader(BaseReader, Sequence[Bytes]):
 
         Cost: the first time one to two seconds per million names.
         """
-        if self._has_members:
+        if self._member_names is not None:
             if self._names is None:
                 self._names = self.keys(range(len(self)))
             return self._names
@@ -638,22 +598,15 @@ class Reader(BaseReader, Sequence[Bytes]):
         Raises: UsageError: the files have none.
         Cost: about a second per million keys in order.
         """
-        return [split_name(name)[0].decode(**_SURROGATES) for name in self._member_names(indices)]
+        return [key_of(name) for name in self.member_names(indices)]
 
     def member_names(self, indices: Any) -> list[str]:
         """Return the names of the members that a reader of one field shows, as `keys`."""
-        return [name.decode(**_SURROGATES) for name in self._member_names(indices)]
-
-    def _member_names(self, indices: Any) -> list[bytes]:
-        numbers, found = self._key_numbers(indices), list[bytes]()
-
-        def attempt(source: SampleSource) -> list[bytes]:
-            known, asked = self._blocks_of(source, part)
-            return self._names_of(source, part, known, asked, source.named(asked) if asked else [])
-
-        for first in range(0, len(numbers), NAMES_AT_ONCE):
-            part = numbers[first : first + NAMES_AT_ONCE]
-            found += self._retrying(attempt)
+        (names, parts), found = self._key_numbers(indices), list[str]()
+        for part in parts:
+            known, asked = names.look(part)
+            blocks = self._retrying(methodcaller("named", asked)) if asked else []
+            found += names.take(part, known, asked, blocks)
         return found
 
     @property
@@ -1096,7 +1049,7 @@ class BaseFieldReader(BaseReader):
     def _rows(self, indices: Any) -> FieldRows:
         return self._selected.rows(self._samples(indices))
 
-    def _key_numbers(self, indices: Any) -> Int64s:
+    def _record_numbers(self, indices: Any) -> Int64s:
         return self.sample_numbers(indices)
 
     def sample_numbers(self, indices: Any) -> Int64s:

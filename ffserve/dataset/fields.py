@@ -9,20 +9,87 @@ fields in the same order, as is usual, a record follows from arithmetic; else th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.dataset.layout import ShardInfo
 from ffserve.dtypes import Int64s, UInt32s
 from ffserve.errors import FFServeError, FormatError, UsageError
-from ffserve.formats.members import FIRST, Members
+from ffserve.formats.members import BLOCK_COUNT, FIRST, Members, unpacked
 
 T = TypeVar("T")
 
+Block: TypeAlias = tuple[int, int]
+"""The position of a file, and the number of a block of names in it."""
+Names: TypeAlias = dict[Block, list[bytes]]
+
+KEPT_BLOCKS = 4096
+"""A reader keeps about this many blocks of names."""
+NAMES_AT_ONCE = 65_536
 _MOST_FIELDS = 65_535
+
+
+class MemberNames:
+    """The names of records, as far as a reader has asked for them. A copy begins without any.
+
+    Args: shards: the files, as `Reader.shards` has them of records.
+    """
+
+    def __init__(self, shards: Sequence[ShardInfo]) -> None:
+        self._firsts = np.array([shard.first for shard in shards], np.int64)
+        self._paths = [shard.path for shard in shards]
+        self._blocks: Names = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_blocks": {}}
+
+    @staticmethod
+    def parts(numbers: Int64s) -> Iterator[Int64s]:
+        """Yield the records whose names are asked for together."""
+        for first in range(0, len(numbers), NAMES_AT_ONCE):
+            yield numbers[first : first + NAMES_AT_ONCE]
+
+    def _places(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
+        shards = np.searchsorted(self._firsts, numbers, side="right") - 1
+        return shards, numbers - self._firsts[shards]
+
+    def look(self, numbers: Int64s) -> tuple[Names, list[Block]]:
+        """Return the blocks of names that are known, and which others these records need."""
+        shards, records = self._places(numbers)
+        if len(self._blocks) > KEPT_BLOCKS:
+            self._blocks = {}  # other threads go on with the one that they have
+        known = self._blocks
+        pairs = np.unique(np.stack((shards, records // BLOCK_COUNT), axis=1), axis=0).tolist()
+        return known, [(k, n) for k, n in pairs if (k, n) not in known]
+
+    def take(
+        self, numbers: Int64s, known: Names, asked: list[Block], blocks: list[bytes]
+    ) -> list[str]:
+        """Return the names of records, with surrogates as those of `os.listdir`.
+
+        Args: known, asked: what `look` has returned. blocks: those that were asked for.
+        Raises: FormatError: a block is damaged.
+        """
+        for (shard, number), block in zip(asked, blocks, strict=True):
+            known[shard, number] = unpacked(block, self._paths[shard])
+        found = []
+        places = (each.tolist() for each in self._places(numbers))
+        for shard, record in zip(*places, strict=True):
+            names = known[shard, record // BLOCK_COUNT]
+            if record % BLOCK_COUNT >= len(names):
+                raise FormatError("a block of names is damaged", path=self._paths[shard])
+            found.append(names[record % BLOCK_COUNT].decode(errors="surrogateescape"))
+        return found
+
+
+def key_of(name: str) -> str:
+    """Return the key of the sample that a member belongs to."""
+    folder, slash, last = name.rpartition("/")
+    return folder + slash + last.partition(".")[0]
 
 
 class FieldTable:
