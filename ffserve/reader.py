@@ -60,13 +60,8 @@ one before it, so that the first batch does not wait for 512 samples."""
 SIZES_AT_ONCE = 65_536
 """One request looks up the lengths of this many samples."""
 
-_OF_THIS_PROCESS = (
-    frozenset(
-        ("_announced", "_by_name", "_directories", "_indexing", "_labels", "_names", "_opening")
-    )
-    | {"_ends", "_opening"}
-    | {"_selector", "_selectors", "_stream"}
-)
+_OF_THIS_PROCESS = {"_announced", "_by_name", "_directories", "_ends", "_indexing", "_labels"}
+_OF_THIS_PROCESS |= {"_names", "_opening", "_selector", "_selectors", "_stream"}
 
 
 def open(
