@@ -38,10 +38,10 @@ class Source:
 
     def _getitems(self, indices: list[int]) -> list[Any]:
         """Read several samples; Grain calls this if it knows a batch in advance."""
-        samples = self._reader.read(indices)
+        samples: Any = self._reader.read(indices)
         if isinstance(self._reader, readers.FieldReader):
-            return self._reader.rows_of(samples)
-        return samples
+            samples = self._reader.rows_of(samples)
+        return list(samples)
 
     def close(self) -> None:
         """Close this process's reader."""

@@ -61,7 +61,7 @@ def _batches(part: Part, options: dict[str, Any]) -> Iterator[tuple[int, Any]]:
         for batch in reader.batches(chosen):
             rows: Any = batch
             if isinstance(reader, readers.FieldReader):
-                rows = reader.rows_of(batch)
+                rows = reader.rows_of(rows)
             yield first, rows
             first += len(rows)
 

@@ -412,7 +412,8 @@ class Tar:
             if got != BLOCK_SIZE or not header_is_valid(bytes(header)):
                 return False
             # Of a size that the header has no room for, an extended one tells.
-            if length < 8 << 30 and header[124:136].strip(b" \0").lstrip(b"0") != b"%o" % length:
+            stated = header[124:136].strip(b" \0").lstrip(b"0")
+            if length < 8 << 30 and stated != (b"%o" % length if length else b""):
                 return False
         return True
 

@@ -146,23 +146,23 @@ def test_files_that_are_cut(data: st.DataObject) -> None:
     content = made(data.draw(ENTRIES), data.draw(st.sampled_from(FORMATS)))
     cut = content[: data.draw(st.integers(0, len(content)))]
     check(cut)
-    whole = by_tarfile(content) or []
+    whole = by_tarfile(content)
+    if whole is None:
+        return
     try:
         found = samples(FORMAT, cut, tolerant=True)
     except FFServeError:
         return
     right = [content[at : at + size] for _, at, size in whole]
-    assert [each for each in found if isinstance(each, bytes)] == right[: len(found)][
-        : sum(isinstance(each, bytes) for each in found)
-    ]
+    intact = [each for each in found if isinstance(each, bytes)]
+    assert intact == right[: len(intact)] and len(found) <= len(intact) + 1
 
 
 # ---- rules ---------------------------------------------------------------------------------------
 
 
 def test_a_sample_in_two_runs_is_two_samples() -> None:
-    content = archive([{"a": b"1"}, {"a": b"2"}])[:-10240]
-    content = content[:2048] + archive([{"b": b"3"}])
+    content = archive([{"a": b"1"}, {"a": b"2"}])[:2048] + archive([{"b": b"3"}])
     shard = scan(content)
     assert names(shard) == [b"d/000000.a", b"d/000001.a", b"d/000000.b"]
     assert shard.members.samples == 3 and shard.members.fields == ("a", "b")
@@ -227,7 +227,8 @@ def test_archives_of_programs(tmp_path: Path, program: str, format: str) -> None
     os.link(root / "0001.jpg", root / "zz.jpg")
     contents["zz.jpg"] = contents["0001.jpg"]
     os.symlink("0001.jpg", root / "symbolic.jpg")
-    os.mkfifo(root / "fifo.jpg")
+    if format != "v7":
+        os.mkfifo(root / "fifo.jpg")
     names_in_order = sorted(str(path.relative_to(root)) for path in root.rglob("*"))
     (tmp_path / "list").write_text("\n".join(names_in_order))
     option = f"--format={format}"
