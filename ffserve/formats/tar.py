@@ -248,7 +248,7 @@ class TarEncoder:
 
     def __init__(self) -> None:
         self._size = self._count = 0
-        self._key = ""
+        self._key: str | None = None
         """Of the last sample."""
 
     def head_size(self, count: int) -> int:
@@ -352,6 +352,8 @@ class Tar:
         Cost:    one read of the file; from 64 KiB per member on, one small read per member.
         Source:  POSIX.1-2001 pax; Python's tarfile; webdataset/tariterators.py.
         """
+        if not size:
+            raise TruncatedError("the file is empty", path=path, offset=0, hint=_RESTORE)
         scan = _Scan(read_at, size, path, tolerant=tolerant, admit=admit)
         blocks, scanner = scan.run(), scan.scanner
         offsets, lengths, kinds = scanner.tables()
