@@ -71,6 +71,7 @@ COUNTS = {
 EXPECT = (
     r"closed a session \(pid \d+\): .*",
     r"remote files: store /.*, .* of .*",
+    r"store: the origin does not answer, so it is asked less often: .*",
 )
 CACHED_COUNT = 7000
 """Index files in the daemon's cache before anything begins."""
