@@ -380,7 +380,7 @@ class Distrust:
 
 
 @dataclass(slots=True)
-class Members:
+class Names:
     """Ask for the names of records that are fields of samples, or what fields there are.
 
     `blocks`: packed u32, a pair for each block: position of the shard, number of the block.
@@ -394,7 +394,7 @@ class Members:
 
 @dataclass(slots=True)
 class Named:
-    """The answer to MEMBERS. `blocks`: the first ones of those asked for, bytes each."""
+    """The answer to NAMES. `blocks`: the first ones of those asked for, bytes each."""
 
     TYPE: ClassVar[int] = 35
     tag: int
@@ -431,7 +431,7 @@ Message: TypeAlias = (
     | Claimed
     | Put
     | Distrust
-    | Members
+    | Names
     | Named
 )
 
@@ -456,7 +456,7 @@ FROM_CLIENT = (
     Claim,
     Put,
     Distrust,
-    Members,
+    Names,
 )
 FROM_SERVER = (
     Welcome,
@@ -483,7 +483,7 @@ MOST_PREPARED_SIZE = (1 << 32) - 1
 """A prepared sample has at most this many bytes."""
 
 MOST_BLOCKS = 1024
-"""A MEMBERS asks for at most this many blocks."""
+"""A NAMES asks for at most this many blocks."""
 RECORD_FILE, INDEX_FILE = 0, 1
 """The kinds of descriptors in FILES."""
 

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from ffserve import Batch
 from ffserve import folders as packed_folders
 from ffserve import reader as readers
-from ffserve.convert.inputs import Grouped, InputSource, RecordFiles, Tar, find_sources
+from ffserve.convert.inputs import Grouped, InputSource, RecordFiles, TarMembers, find_sources
 from ffserve.dataset.paths import PathLike
 from ffserve.disk.output import writing
 from ffserve.engine.codec import crc32c
@@ -261,7 +261,7 @@ def _write(out: str, task: _ShardTask, report: parallel.Progress) -> tuple[int, 
                 else:
                     payload = flat(record.payload)
                     if task.names and record.name is not None:
-                        if isinstance(source, Tar):
+                        if isinstance(source, TarMembers):
                             key = source.check_key(key, record.name)
                         _enter(top, record.name, writer)
                     writer.write(payload)

@@ -176,7 +176,7 @@ def _content(path: str) -> bytes:
 _PIECE_SIZE = 1 << 20
 
 
-class Tar:
+class TarMembers:
     """The regular files of a tar file, in its order."""
 
     named = True
@@ -411,7 +411,7 @@ def find_sources(inputs: PathLike | Sequence[PathLike], out: str) -> list[InputS
             elif lower.endswith(".npy"):
                 sources.append(ArrayRows(path))
             elif lower.endswith(_TAR_SUFFIXES):
-                sources.append(Tar(path))
+                sources.append(TarMembers(path))
             else:
                 sources.append(StreamedRecords((path,)))
         else:

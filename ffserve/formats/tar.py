@@ -116,7 +116,7 @@ class TarShard:
         return FORMAT.agrees(read_at, *tables)
 
 
-class _Scan:
+class _HeaderScan:
     """One scan of a file."""
 
     def __init__(
@@ -354,7 +354,7 @@ class Tar:
         """
         if not size:
             raise TruncatedError("the file is empty", path=path, offset=0, hint=_RESTORE)
-        scan = _Scan(read_at, size, path, tolerant=tolerant, admit=admit)
+        scan = _HeaderScan(read_at, size, path, tolerant=tolerant, admit=admit)
         blocks, scanner = scan.run(), scan.scanner
         offsets, lengths, kinds = scanner.tables()
         fields = tuple(name.decode(errors="surrogateescape") for name in scanner.fields())

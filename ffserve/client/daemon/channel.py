@@ -53,7 +53,7 @@ _ANSWERS: dict[type[Message], tuple[type[Message], ...]] = {
     protocol.Prepare: (protocol.Opened, protocol.Need),
     protocol.Claim: (protocol.Claimed,),
     protocol.Put: (protocol.Ready,),
-    protocol.Members: (protocol.Named,),
+    protocol.Names: (protocol.Named,),
 }
 """The answers to each request, besides FAIL."""
 
@@ -191,9 +191,9 @@ class Channel:
             return tag
 
     def members(self, dataset: int, blocks: Sequence[tuple[int, int]]) -> int:
-        """Queue a MEMBERS of at most MOST_BLOCKS blocks; return its tag."""
+        """Queue a NAMES of at most MOST_BLOCKS blocks; return its tag."""
         packed = np.array(blocks, "<u4").tobytes()
-        return self._request(protocol.Members(self._tag(), dataset, packed), dataset)
+        return self._request(protocol.Names(self._tag(), dataset, packed), dataset)
 
     def claim(self, dataset: int, indices: Int64s, *, wait: bool) -> int:
         """Queue a CLAIM; return its tag."""

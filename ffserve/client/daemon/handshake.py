@@ -64,7 +64,7 @@ class Handshake:
         self.shares_prepared = about.get("prepared") is True
         """Whether the daemon knows PREPARE, CLAIM, PUT and DISTRUST."""
         self.names_members = about.get("members") is True
-        """Whether the daemon knows MEMBERS, and so tar files."""
+        """Whether the daemon knows NAMES, and so tar files."""
 
     def _exchange(self, decoder: protocol.Decoder, job: str) -> dict[str, Any]:
         """Send HELLO; return what WELCOME says."""

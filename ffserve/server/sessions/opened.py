@@ -346,17 +346,17 @@ class SessionDatasets:
             raise ProtocolError(f"{message} message for data set {number}, which is not open")
         return dataset
 
-    def members(self, message: protocol.Members) -> None:
+    def members(self, message: protocol.Names) -> None:
         """Answer with names of members."""
-        shards = self.get(message.dataset, "MEMBERS").shards
+        shards = self.get(message.dataset, "NAMES").shards
         if len(message.blocks) % 8 or not 0 < len(message.blocks) <= 8 * protocol.MOST_BLOCKS:
-            raise ProtocolError(f"invalid MEMBERS message: {len(message.blocks)} bytes of blocks")
+            raise ProtocolError(f"invalid NAMES message: {len(message.blocks)} bytes of blocks")
         found: list[bytes] = []
         size = 0
         for shard, number in np.frombuffer(message.blocks, "<u4").reshape(-1, 2).tolist():
             members = shards[shard].members if shard < len(shards) else None
             if members is None or not (number == ABOUT or number < len(members.blocks)):
-                raise ProtocolError(f"invalid MEMBERS message: block {number} of shard {shard}")
+                raise ProtocolError(f"invalid NAMES message: block {number} of shard {shard}")
             found.append(members.block(number))
             size += len(found[-1])
             if size >= NAMED_SIZE:
