@@ -482,7 +482,7 @@ loop."""
 MOST_PREPARED_SIZE = (1 << 32) - 1
 """A prepared sample has at most this many bytes."""
 
-MOST_BLOCKS = 1024
+MOST_NAMED = 1024
 """A NAMES asks for at most this many blocks."""
 RECORD_FILE, INDEX_FILE = 0, 1
 """The kinds of descriptors in FILES."""

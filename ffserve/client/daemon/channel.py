@@ -191,7 +191,7 @@ class Channel:
             return tag
 
     def members(self, dataset: int, blocks: Sequence[tuple[int, int]]) -> int:
-        """Queue a NAMES of at most MOST_BLOCKS blocks; return its tag."""
+        """Queue a NAMES of at most MOST_NAMED blocks; return its tag."""
         packed = np.array(blocks, "<u4").tobytes()
         return self._request(protocol.Names(self._tag(), dataset, packed), dataset)
 

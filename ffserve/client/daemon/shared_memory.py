@@ -271,7 +271,7 @@ class DaemonSource:
         """Return blocks of names; see `SampleSource.named`. Raises: ProtocolError."""
         found: list[bytes] = []
         while len(found) < len(blocks):
-            part = blocks[len(found) : len(found) + protocol.MOST_BLOCKS]
+            part = blocks[len(found) : len(found) + protocol.MOST_NAMED]
             answer = yield self.connection.channel.members(self.dataset, part)
             some: list[bytes] = answer.blocks
             valid = 0 < len(some) <= len(part) and all(type(each) is bytes for each in some)

@@ -19,8 +19,8 @@
 
 static const struct {
     int place, size;
-} numbers[] = {{100, 8}, {108, 8}, {116, 8}, {SIZE, 12}, {136, 12}, {CHECKSUM, 8},
-               {329, 8}, {337, 8}};
+} numbers[] = {{100, 8},  {108, 8},      {116, 8}, {SIZE, 12},
+               {136, 12}, {CHECKSUM, 8}, {329, 8}, {337, 8}};
 
 static size_t text_size(const uint8_t *p, size_t most)
 {
@@ -241,6 +241,22 @@ static int enter(ffs_tar_scan *s, uint64_t offset, uint64_t length, int link)
     return link ? FFS_TAR_LINK : FFS_TAR_MORE;
 }
 
+/* Enter a record for a header that the file cuts: reading it fails, as it has more bytes than are
+ * left. It is a sample with the first field. */
+static void enter_cut(ffs_tar_scan *s, uint64_t left)
+{
+    if (!s->field_count)
+        field_of(s, (const uint8_t *)"?", 1);
+    memcpy(s->names + s->names_size, "?", 2);
+    s->names_size += 2;
+    s->offsets[s->count] = s->at;
+    s->lengths[s->count] = left + 1;
+    s->kinds[s->count++] = FFS_TAR_FIRST;
+    s->samples++;
+    s->cut = 1;
+    s->at = s->file_size;
+}
+
 /* Have the name of the member, as the header says if no extended header does. */
 static void name_of(ffs_tar_scan *s, const uint8_t *p)
 {
@@ -276,16 +292,16 @@ int ffs_tar(ffs_tar_scan *s, const uint8_t *window, uint64_t base, uint64_t size
         s->wanted = BLOCK;
         if (!left)
             return s->extended ? fault(s, FFS_TAR_NO_MEMBER) : FFS_TAR_END;
-        if (left < BLOCK) {
-            if (!s->tolerant)
-                return fault(s, FFS_TAR_CUT_HEADER);
-            s->cut = 1;
-            return FFS_TAR_END;
-        }
         if (s->count == s->room || s->names_room - s->names_size <= FFS_TAR_MOST_NAME)
             return FFS_TAR_FULL;
         if (s->names_size > 0 && s->count % FFS_TAR_BLOCK_COUNT == 0)
             return FFS_TAR_NAMES;
+        if (left < BLOCK) {
+            if (!s->tolerant)
+                return fault(s, FFS_TAR_CUT_HEADER);
+            enter_cut(s, left);
+            return FFS_TAR_END;
+        }
         if (s->at < base || s->at >= end || end - s->at < BLOCK)
             return FFS_TAR_MORE;
         const uint8_t *p = window + (s->at - base);

@@ -32,8 +32,8 @@
 
 #define FFS_TAR_BLOCK 512
 #define FFS_TAR_FIRST 0x80000000 /* in `kinds`: the member is the first of a sample */
-#define FFS_TAR_BLOCK_COUNT 1024  /* members whose names are a block */
-#define FFS_TAR_MOST_NAME 4096    /* bytes of a name */
+#define FFS_TAR_BLOCK_COUNT 1024 /* members whose names are a block */
+#define FFS_TAR_MOST_NAME 4096   /* bytes of a name */
 #define FFS_TAR_MOST_PAX 1048576 /* bytes of an extended header */
 #define FFS_TAR_MOST_FIELDS 1024
 #define FFS_TAR_FIELD_ROOM 65536 /* bytes of the names of all fields */

@@ -349,7 +349,7 @@ class SessionDatasets:
     def members(self, message: protocol.Names) -> None:
         """Answer with names of members."""
         shards = self.get(message.dataset, "NAMES").shards
-        if len(message.blocks) % 8 or not 0 < len(message.blocks) <= 8 * protocol.MOST_BLOCKS:
+        if len(message.blocks) % 8 or not 0 < len(message.blocks) <= 8 * protocol.MOST_NAMED:
             raise ProtocolError(f"invalid NAMES message: {len(message.blocks)} bytes of blocks")
         found: list[bytes] = []
         size = 0
