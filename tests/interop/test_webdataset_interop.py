@@ -11,7 +11,12 @@ import pytest
 
 import ffserve
 
-pytestmark = pytest.mark.interop
+pytestmark = [
+    pytest.mark.interop,
+    # webdataset leaves its files to the garbage collector.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
 
 webdataset = pytest.importorskip("webdataset", reason="needs webdataset (make interop)")
 
