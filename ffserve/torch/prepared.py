@@ -245,7 +245,8 @@ def key_of(dataset: Any) -> tuple[bytes, str]:
     except (OSError, TypeError):  # typed in, not in a file
         source = repr(_code(getattr(function, "__code__", None)))
     features = () if dataset._columns is None else (repr(dataset._columns),)
-    fields = tuple(dataset.reader.fields) if isinstance(dataset.reader, FileReader) else ()
+    reader = getattr(dataset, "reader", None)
+    fields = tuple(reader.fields) if isinstance(reader, FileReader) else ()
     chosen = (*features, fields) if fields else features
     parts = (__version__, name, source, text, torch.__version__, np.__version__, *chosen)
     digest = hashlib.sha256(repr(parts).encode())
