@@ -421,7 +421,7 @@ class BaseReader:
         paths = [shard.path for shard in shards]
         table = FieldTable(members, lambda k: source.tables(k)[2], paths)
         chosen = self._fields = table.choose(fields, paths[0])
-        if chosen.several:
+        if chosen.several or (chosen.is_identity and not chosen.without().size):
             return
         self._numbering = chosen
         lacking = chosen.without() if self._request.tolerant else np.zeros(0, np.int64)

@@ -156,6 +156,11 @@ class FieldTable:
         return FieldSelection(self, chosen, single=self.single and fields is None)
 
     @property
+    def is_uniform(self) -> bool:
+        """Whether all samples have all fields."""
+        return self._width > 0
+
+    @property
     def edges(self) -> tuple[list[int], list[int]]:
         """The first sample of each file, and its number of samples."""
         return self.firsts[:-1].tolist(), np.diff(self.firsts).tolist()
@@ -266,7 +271,7 @@ class FieldSelection:
         if self._single:
             return self.table.first_records(indices)
         found = self.table.column(indices, self._field)
-        if len(found) and int(found.min()) < 0:
+        if not self.table.is_uniform and len(found) and int(found.min()) < 0:
             raise self.lacks(int(indices[int(np.argmin(found))]))
         return found
 
@@ -278,13 +283,18 @@ class FieldSelection:
             hint="on_error='skip' leaves out samples without it",
         )
 
+    @property
+    def is_identity(self) -> bool:
+        """Whether each record is a sample, so that their numbers are equal."""
+        return self.table.single and not self.several
+
     def indices(self, numbers: Int64s) -> Int64s:
         """Return the sample of each record."""
         return self.table.samples_of(numbers)
 
     def without(self) -> Int64s:
         """Return the samples that do not have the one field."""
-        if self._single or self.several:
+        if self._single or self.several or self.table.is_uniform:
             return np.zeros(0, np.int64)
         every = np.arange(self.count, dtype=np.int64)
         return np.flatnonzero(self.table.column(every, self._field) < 0)
