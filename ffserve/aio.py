@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -24,26 +23,22 @@ from collections.abc import (
     Callable,
     Coroutine,
     Generator,
-    Iterator,
     Sequence,
 )
-from functools import partial
 from typing import Any, Literal, TypeVar, overload
 
-from ffserve.client.announced import check_count
 from ffserve.client.failover import LoopSelector, OpenRequest, announce
 from ffserve.client.loop import Failed, LoopState, in_thread, loop_state
 from ffserve.client.source import Batch, SampleSource, Target, cut
-from ffserve.dataset.fields import FieldRows, key_of
+from ffserve.dataset.fields import Rows, copies
 from ffserve.dataset.layout import ShardInfo
 from ffserve.dataset.paths import PathLike, expand_paths
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.errors import ArenaError, FFServeError, ServerUnavailable, UsageError
-from ffserve.formats.members import ABOUT
+from ffserve.formats.members import key_of
 from ffserve.reader import (
     READ_AHEAD_COUNT,
     READ_AHEAD_SIZE,
-    BaseFieldReader,
     BaseReader,
     ReadAhead,
     by_number,
@@ -66,7 +61,7 @@ def open(
 ) -> Opening:
     """Open record files as one sequence of samples; to be awaited, or used in `async with`.
 
-    Args: as `ffserve.open`.
+    Args: as `ffserve.open`. What is read of samples with several fields is that of `FieldReader`.
     Raises: as `ffserve.open`, when it is awaited.
     """
     return Opening(lambda: _open(paths, format, server, verify, on_error, fields))
@@ -107,8 +102,6 @@ async def _open(
         await reader._here().open()
         await reader._find_folders()
         await reader._find_fields(fields)
-        if reader._fields is not None and reader._fields.several:
-            reader.__class__ = FieldReader
         if tolerant:
             await reader._leave_out_damaged()
     except BaseException:
@@ -176,29 +169,27 @@ class Reader(BaseReader):
         search = self._folder_search(await self._here().current())
         if len(search.last):
             sizes = (await self._here().current()).estimate(search.last)
-            unknown = await in_thread(lambda: search.look(sizes))
+            unknown = Rows(await in_thread(lambda: search.look(sizes)))
             reading = self._in_order(unknown, READ_AHEAD_COUNT, READ_AHEAD_SIZE)
             async with contextlib.aclosing(reading) as answers:
-                async for answer in answers:
-                    search.take(*answer)
+                async for rows, batch, failed in answers:
+                    search.take(rows.numbers, batch, failed)
             self._hide_folders(search.found)
 
     async def _find_fields(self, fields: Sequence[str] | None) -> None:
         source = await self._here().current()
-        if files := self._files_of_members(source, fields):
-            blocks = [(k, ABOUT) for k in files]
-            abouts = await self._retrying(lambda state, source: state.named(source, blocks))
-            self._set_fields(source, abouts, fields)
+        if blocks := self._abouts(source, fields):
+            self._set_fields(source, await self._blocks(blocks), fields)
+
+    async def _blocks(self, blocks: list[tuple[int, int]]) -> list[bytes]:
+        return await self._retrying(lambda state, source: state.named(source, blocks))
 
     async def keys(self, indices: Any) -> list[str]:
         """Return the keys of samples of tar files, as `ffserve.Reader.keys`."""
-        (names, parts), found = self._key_numbers(indices), list[str]()
-        for part in parts:
-            known, asked = names.look(part)
-            asking = partial(LoopState.named, blocks=asked)
-            blocks = await self._retrying(asking) if asked else []
-            found += names.take(part, known, asked, blocks)
-        return [key_of(name) for name in found]
+        names, numbers = self._named_records(indices)
+        missing = names.missing(numbers)
+        blocks = await self._blocks(missing) if missing else []
+        return list(map(key_of, names.take(numbers, missing, blocks)))
 
     async def names(self) -> list[str]:
         """Return the names of the samples, as `ffserve.Reader.names`."""
@@ -242,13 +233,15 @@ class Reader(BaseReader):
 
         Args, Returns, Raises: as `ffserve.Reader.read`. A cancelled read leaves nothing behind.
         """
-        numbers = self._numbers(indices)
+        rows = self._rows(indices)
         target, failed = await self._retrying(
-            lambda state, source: state.read(source, numbers, apart=True)
+            lambda state, source: state.read(source, rows.numbers, apart=True)
         )
         assert target.arrays is not None
-        self._used(numbers)
-        return self._mixed(target.arrays, failed, numbers, errors)
+        self._used(rows.numbers)
+        mixed = self._mixed(target.arrays, failed, rows.numbers, errors)
+        samples: list[Any] = rows.by_field(mixed)
+        return samples
 
     async def read_batch(self, indices: Any, *, out: Bytes | None = None) -> Batch:
         """Read samples into one buffer.
@@ -256,50 +249,39 @@ class Reader(BaseReader):
         Args, Returns, Raises: as `ffserve.Reader.read_batch`. Cancelled with an `out` it ends once
             nothing is written there any more.
         """
-        numbers = self._numbers(indices)
+        rows = self._rows(indices).fields_together
         target, failed = await self._retrying(
-            lambda state, source: state.read(source, numbers, apart=False, out=out)
+            lambda state, source: state.read(source, rows.numbers, apart=False, out=out)
         )
-        self._used(numbers)
-        self._raise_first(failed, numbers)
+        self._used(rows.numbers)
+        self._raise_first(failed, rows.numbers)
         assert target.buffer is not None
-        return Batch(target.buffer, target.offsets)
+        batch: Batch = rows.divided(Batch(target.buffer, target.offsets))
+        return batch
 
     async def __aiter__(self) -> AsyncIterator[Bytes]:
         async with contextlib.aclosing(self.batches()) as batches:
             async for batch in batches:
-                for sample in batch:
-                    yield sample.copy()
+                for sample in copies(batch):
+                    yield sample
 
     async def batches(
         self, indices: Any = None, *, count: int = READ_AHEAD_COUNT, size: int = READ_AHEAD_SIZE
     ) -> Any:
         """Read in order with read-ahead, as `ffserve.Reader.batches`; an async generator."""
-        numbers = self._all_numbers() if indices is None else self._numbers(indices)
-        async with contextlib.aclosing(self._in_order(numbers, count, size)) as answers:
+        async with contextlib.aclosing(self._in_order(self._rows(indices), count, size)) as answers:
             async for part, batch, failed in answers:
-                self._raise_first(failed, part)
-                yield batch
+                self._raise_first(failed, part.numbers)
+                yield part.by_field(batch)
 
     async def _in_order(
-        self, numbers: Int64s, count: int, size: int
-    ) -> AsyncGenerator[tuple[Int64s, Batch, Failed], None]:
-        async def groups() -> AsyncIterator[tuple[Iterator[tuple[Int64s, int]], bool]]:
-            for some, last in pieces(numbers):
-                sizes = (await self._here().current()).estimate(some)
-                yield cut(some, sizes, count, size), last
-
-        async with contextlib.aclosing(self._in_parts(groups())) as answers:
-            async for answer in answers:
-                yield answer
-
-    async def _in_parts(
-        self, groups: AsyncIterator[tuple[Iterator[tuple[Int64s, int]], bool]]
-    ) -> AsyncGenerator[tuple[Int64s, Batch, Failed], None]:
+        self, rows: Rows, count: int, size: int
+    ) -> AsyncGenerator[tuple[Rows, Batch, Failed], None]:
         ahead = ReadAhead(self._start)
         try:
-            async for some, last in groups:
-                for parts, task in ahead.through(some, last=last):
+            for some, last in pieces(rows):
+                sizes = some.sums((await self._here().current()).estimate(some.numbers))
+                for parts, task in ahead.through(cut(some, sizes, count, size), last=last):
                     target, failed = await task
                     assert target.buffer is not None
                     for answer in split(parts, Batch(target.buffer, target.offsets), failed):
@@ -333,7 +315,7 @@ class Reader(BaseReader):
 
     def reached(self, epoch: int, position: int) -> None:
         """Tell the daemon how far the job has come, as `ffserve.Reader.reached`."""
-        epoch, position = check_count("epoch", epoch), check_count("position", position)
+        epoch, position = self._counted(epoch, position)
         self._announced.reached(epoch, position)
         source = self._here().source
         if source is not None:
@@ -349,13 +331,15 @@ class Reader(BaseReader):
 
     async def sizes(self, indices: Any = None) -> Int64s:
         """Return lengths in bytes, int64[n], as `ffserve.Reader.sizes`; None for all."""
-        numbers = self._numbers_or_all(indices)
+        rows = self._rows_or_all(indices)
+        numbers = None if rows is None else rows.numbers
         with self._by_index():
-            return await self._retrying(lambda state, source: state.sizes(source, numbers))
+            sizes = await self._retrying(lambda state, source: state.sizes(source, numbers))
+        return sizes if rows is None else rows.sums(sizes)
 
     async def _leave_out_damaged(self) -> None:
         bad: dict[int, FFServeError] = {}
-        everything = self._in_order(self._all_numbers(), READ_AHEAD_COUNT, READ_AHEAD_SIZE)
+        everything = self._in_order(self._rows(None), READ_AHEAD_COUNT, READ_AHEAD_SIZE)
         async for part, _, failed in everything:
             bad |= by_number(part, failed)
         self._leave_out(bad)
@@ -394,86 +378,3 @@ class Reader(BaseReader):
         self._announced.forget()
         for selector in selectors.values():
             selector.abandon()
-
-
-class FieldReader(BaseFieldReader, Reader):
-    """Samples of tar files that have several fields, as `ffserve.FieldReader`. Made by
-    `ffserve.aio.open`."""
-
-    async def read(  # type: ignore[override]
-        self, indices: Any, *, errors: Literal["raise", "return"] = "raise"
-    ) -> dict[str, list[Any]]:
-        """Read samples; return a list of arrays for each field."""
-        rows = self._rows(indices)
-        target, failed = await self._retrying(
-            lambda state, source: state.read(source, rows.numbers, apart=True)
-        )
-        assert target.arrays is not None
-        self._used(rows.numbers)
-        mixed = self._mixed(target.arrays, failed, rows.numbers, errors)
-        return rows.by_field(self.fields, mixed)
-
-    async def read_batch(self, indices: Any) -> dict[str, Batch]:  # type: ignore[override]
-        """Read samples into one buffer; return the part of each field."""
-        rows, order = self._rows_by_field(indices)
-        numbers = rows.numbers[order]
-        target, failed = await self._retrying(
-            lambda state, source: state.read(source, numbers, apart=False)
-        )
-        self._used(numbers)
-        self._raise_first(failed, numbers)
-        assert target.buffer is not None
-        return self._batches_by_field(rows, order, Batch(target.buffer, target.offsets))
-
-    async def __aiter__(self) -> AsyncIterator[Any]:
-        async with contextlib.aclosing(self.batches()) as batches:
-            async for batch in batches:
-                for row in self.rows_of(batch):
-                    yield {name: None if one is None else one.copy() for name, one in row.items()}
-
-    async def batches(
-        self, indices: Any = None, *, count: int = READ_AHEAD_COUNT, size: int = READ_AHEAD_SIZE
-    ) -> Any:
-        """Read in order with read-ahead; yield what `read` returns."""
-        samples = self._samples(range(len(self)) if indices is None else indices)
-        async with contextlib.aclosing(self._rows_in_order(samples, count, size)) as answers:
-            async for rows, batch, failed in answers:
-                self._raise_first(failed, rows.numbers)
-                yield rows.by_field(self.fields, batch)
-
-    async def _rows_in_order(
-        self, samples: Int64s, count: int, size: int
-    ) -> AsyncGenerator[tuple[FieldRows, Batch, Failed], None]:
-        begun: deque[FieldRows] = deque()
-
-        async def groups() -> AsyncIterator[tuple[Iterator[tuple[Int64s, int]], bool]]:
-            for some, last in pieces(samples):
-                every = self._selected.rows(some)
-                sizes = (await self._here().current()).estimate(every.numbers)
-                yield self._parts(some, every.sums(sizes), count, size, begun), last
-
-        async with contextlib.aclosing(self._in_parts(groups())) as answers:
-            async for _, batch, failed in answers:
-                yield begun.popleft(), batch, failed
-
-    async def _leave_out_damaged(self) -> None:
-        bad: dict[int, FFServeError] = {}
-        first = 0
-        samples = self._samples(range(len(self)))
-        everything = self._rows_in_order(samples, READ_AHEAD_COUNT, READ_AHEAD_SIZE)
-        async for rows, _, failed in everything:
-            named = {k: self._named(e, k, rows.numbers) for k, e in failed.items()}
-            bad |= {first + k: error for k, error in rows.by_sample(named).items()}
-            first += rows.count
-        self._leave_out_samples(bad)
-
-    def reached(self, epoch: int, position: int) -> None:
-        """Tell the daemon how far the job has come, as `ffserve.Reader.reached`."""
-        super().reached(epoch, self._records_up_to(epoch, position))
-
-    async def sizes(self, indices: Any = None) -> Int64s:
-        """Return lengths in bytes, of all fields together, as `ffserve.Reader.sizes`."""
-        rows = self._rows(range(len(self)) if indices is None else indices)
-        with self._by_index():
-            sizes = await self._retrying(lambda state, source: state.sizes(source, rows.numbers))
-        return rows.sums(sizes)

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import accumulate
 from operator import methodcaller
 from typing import Any, Generic, Literal, TypeVar, overload
 
@@ -30,7 +30,14 @@ from ffserve.client.failover import OpenRequest, SourceSelector, closed_error
 from ffserve.client.local.local_source import LocalSource
 from ffserve.client.record_stream import RecordStream
 from ffserve.client.source import Batch, Leased, SampleSource, cut
-from ffserve.dataset.fields import FieldRows, FieldSelection, FieldTable, MemberNames, key_of
+from ffserve.dataset.fields import (
+    FieldSelection,
+    FieldTable,
+    MemberNames,
+    Rows,
+    copies,
+    rows_of,
+)
 from ffserve.dataset.layout import Numbering, Selection, as_int64, check_range
 from ffserve.dataset.layout import ShardInfo as ShardInfo
 from ffserve.dataset.paths import PathLike, expand_paths
@@ -43,7 +50,7 @@ from ffserve.errors import (
     UsageError,
     raise_first,
 )
-from ffserve.formats.members import ABOUT, Members
+from ffserve.formats.members import ABOUT, Members, as_text, key_of
 from ffserve.store.origin import ObjectVersion
 
 T = TypeVar("T")
@@ -188,9 +195,8 @@ class BaseReader:
         self._numbering: Numbering | Selection | FieldSelection | None = None
         """None: all samples are shown."""
         self._fields: FieldSelection | None = None
-        """Of files whose records are members of samples."""
+        """Of files whose records are members of samples, unless each is shown as a sample."""
         self._member_names: MemberNames | None = None
-        """Of files whose records have names."""
         self._folders = np.zeros(0, np.int64)
         """Numbers of the hidden samples with names."""
         self._damaged: list[FFServeError] = []
@@ -204,8 +210,8 @@ class BaseReader:
         self._labels: dict[str, dict[int, Any]] = {}
         """By column and number of the sample."""
         self._by_name: dict[str, int] | None = None
-        self._ends: dict[int, Int64s] = {}
-        """Of announced orders of samples with several fields: records up to each sample."""
+        self._ends: dict[int, Int64s | None] = {}
+        """By epoch of an announced order of samples with several fields; see `Rows.ends`."""
         connections.call_after_fork(self)
 
     def __len__(self) -> int:
@@ -216,35 +222,42 @@ class BaseReader:
         """The errors of samples that `on_error="skip"` left out; indices are those in the files."""
         return list(self._damaged)
 
-    def _numbers(self, indices: Any) -> Int64s:
+    def _indices(self, indices: Any) -> Int64s:
+        """Return indices, which were checked; None: all."""
         if self._request.closed:
             raise closed_error()
-        chosen = check_range(as_int64(indices, len(self)), len(self))
+        count = len(self)
+        return check_range(as_int64(range(count) if indices is None else indices, count), count)
+
+    def _numbers(self, indices: Any) -> Int64s:
+        chosen = self._indices(indices)
         return chosen if self._numbering is None else self._numbering.numbers(chosen)
 
-    def _key_numbers(self, indices: Any) -> tuple[MemberNames, Iterator[Int64s]]:
-        """Return a record of each sample, whose name has the key, in parts. Raises: UsageError."""
-        if self._member_names is None:
-            raise UsageError("only tar files have keys", path=self._request.paths[0])
-        return self._member_names, self._member_names.parts(self._record_numbers(indices))
+    def _rows(self, indices: Any) -> Rows:
+        """Return what is read of samples; None: of all."""
+        chosen = self._indices(indices)
+        if isinstance(self._numbering, FieldSelection):
+            return self._numbering.rows(chosen)
+        return Rows(chosen if self._numbering is None else self._numbering.numbers(chosen))
 
-    def _record_numbers(self, indices: Any) -> Int64s:
-        """Return a record of each sample."""
-        return self._numbers(indices)
+    def sample_numbers(self, indices: Any) -> Int64s:
+        """Return the numbers of samples among all of the files, int64[n]: what a source takes. With
+        several fields that of the first one's record.
 
-    def _all_numbers(self) -> Int64s:
-        shown = np.arange(len(self), dtype=np.int64)
-        return shown if self._numbering is None else self._numbering.numbers(shown)
+        Args: indices: int64[n], which exist.
+        """
+        chosen: Int64s = np.asarray(indices, np.int64)
+        if isinstance(self._numbering, FieldSelection):
+            return self._numbering.first_records(chosen)
+        return chosen if self._numbering is None else self._numbering.numbers(chosen)
 
     def sample_indices(self, numbers: Int64s) -> Int64s:
         """Return the indices of numbers that `sample_numbers` returned."""
         return numbers if self._numbering is None else self._numbering.indices(numbers)
 
-    def _numbers_or_all(self, indices: Any) -> Int64s | None:
-        """Return numbers; None: all samples of the files."""
-        if indices is None:
-            return None if self._numbering is None else self._all_numbers()
-        return self._numbers(indices)
+    def _rows_or_all(self, indices: Any) -> Rows | None:
+        """Return what is read; None: all samples of the files."""
+        return None if indices is None and self._numbering is None else self._rows(indices)
 
     def _named(self, error: FFServeError, position: int, numbers: Int64s) -> FFServeError:
         if self._numbering is None:
@@ -284,12 +297,21 @@ class BaseReader:
 
     def _leave_out(self, bad: dict[int, FFServeError]) -> None:
         """Hide these samples, by number."""
-        self._damaged += bad.values()
-        self._hide(np.array(list(bad), np.int64))
+        numbers, damaged = np.array(list(bad), np.int64), bad
+        if self._fields is not None:
+            damaged = {}
+            samples = self._fields.table.samples_of(numbers).tolist()
+            for index, error in zip(samples, bad.values(), strict=True):
+                damaged.setdefault(index, error.located(index=index))
+        self._damaged += damaged.values()
+        self._hide(numbers)
 
     def _hide(self, numbers: Int64s) -> None:
-        if isinstance(self._numbering, (Selection, FieldSelection)):
-            shown = self._all_numbers()
+        if isinstance(self._numbering, FieldSelection):
+            self._numbering = self._numbering.without(numbers)
+            return
+        if isinstance(self._numbering, Selection):
+            shown = self._numbers(None)
             self._numbering = Selection(shown[~np.isin(shown, numbers)])
             return
         if isinstance(self._numbering, Numbering):
@@ -302,11 +324,14 @@ class BaseReader:
 
         Args: indices: as for `read`; none twice.
         """
-        numbers = self._numbers(indices)
+        shown = self._indices(indices)
         if self._names is not None:
-            before = self.sample_indices(numbers).tolist()
-            self._names = [self._names[k] for k in before]
-        self._numbering, self._by_name = Selection(numbers), None
+            self._names = [self._names[k] for k in shown.tolist()]
+        self._by_name = None
+        if isinstance(self._numbering, FieldSelection):
+            self._numbering = self._numbering.select(shown)
+        else:
+            self._numbering = Selection(self._numbers(shown))
 
     # ---- packed folders -------------------------------------------------------------------
 
@@ -328,17 +353,13 @@ class BaseReader:
     def _shown_shards(self, shards: list[ShardInfo]) -> list[ShardInfo]:
         """Return the files of a source without the samples that are names."""
         if self._fields is not None:
-            edges = zip(shards, *self._fields.table.edges, strict=True)
-            return [dataclasses.replace(s, first=first, count=count) for s, first, count in edges]
-        if not len(self._folders):
+            counts = self._fields.table.counts
+        elif len(self._folders):
+            counts = [shard.count - self._ends_with_names(shard) for shard in shards]
+        else:
             return list(shards)
-        shown: list[ShardInfo] = []
-        first = 0
-        for shard in shards:
-            count = shard.count - self._ends_with_names(shard)
-            shown.append(dataclasses.replace(shard, count=count, first=first))
-            first += count
-        return shown
+        edges = zip(shards, counts, accumulate(counts, initial=0), strict=False)
+        return [dataclasses.replace(s, count=count, first=first) for s, count, first in edges]
 
     def _set_names(
         self, shards: list[ShardInfo], batch: Batch, failed: dict[int, FFServeError]
@@ -360,7 +381,7 @@ class BaseReader:
                         directories.add("/".join(parts))
                 for name, values in table.items():
                     labels.setdefault(name, {}).update(enumerate(values, shard.first))
-        names = [by_number.get(number, "") for number in self._all_numbers().tolist()]
+        names = [by_number.get(number, "") for number in self._numbers(None).tolist()]
         self._directories, self._labels = sorted(directories), labels
         self._names = names  # last: other threads that see them take the labels, too
         return names
@@ -391,54 +412,57 @@ class BaseReader:
 
     # ---- fields ---------------------------------------------------------------------------
 
-    def _files_of_members(self, source: SampleSource, fields: Sequence[str] | None) -> list[int]:
-        """Return the positions of the files whose records are members of samples: all or none.
+    def _abouts(self, source: SampleSource, fields: Sequence[str] | None) -> list[tuple[int, int]]:
+        """Return the blocks that describe the files, if their records are members of samples.
 
         Raises: UsageError: fields are asked for where there are none; there are other files, too.
         """
         shards = source.shards
-        found = [k for k, shard in enumerate(shards) if shard.format == "tar"]
-        if not found and fields is not None:
-            raise _no_fields(shards[0].path)
-        if found and len(found) < len(shards):
-            other = next(shard for shard in shards if shard.format != "tar")
+        others = [shard for shard in shards if shard.format != "tar"]
+        if others and fields is not None:
+            raise _no_fields(others[0].path)
+        if len(others) == len(shards):
+            return []
+        if others:
             raise UsageError(
-                f"tar files cannot be one data set with a file of {other.format}",
-                path=other.path,
+                f"tar files cannot be one data set with a file of {others[0].format}",
+                path=others[0].path,
                 hint="open them by themselves; ffserve.torch.ConcatDataset joins data sets",
             )
-        if found:
-            self._member_names = MemberNames(shards)
-        return found
+        self._member_names = MemberNames(shards)
+        return [(k, ABOUT) for k in range(len(shards))]
 
     def _set_fields(
         self, source: SampleSource, abouts: list[bytes], fields: Sequence[str] | None
     ) -> None:
         """Show samples by fields. Args: abouts: the descriptions of the files."""
-        shards = source.shards
-        rows = zip(abouts, shards, strict=True)
+        paths = [shard.path for shard in source.shards]
+        rows = zip(abouts, source.shards, strict=True)
         members = [Members.of(about, shard.count, shard.path) for about, shard in rows]
-        paths = [shard.path for shard in shards]
         table = FieldTable(members, lambda k: source.tables(k)[2], paths)
-        chosen = self._fields = table.choose(fields, paths[0])
-        if chosen.several or (chosen.is_identity and not chosen.without().size):
+        self._fields = FieldSelection(table, fields, paths[0])
+        if self._fields.is_identity:
             return
-        self._numbering = chosen
-        lacking = chosen.without() if self._request.tolerant else np.zeros(0, np.int64)
-        if len(lacking):
-            every = np.arange(chosen.count, dtype=np.int64)
-            self._damaged += [chosen.lacks(index) for index in lacking.tolist()]
-            self._numbering = Selection(chosen.numbers(np.setdiff1d(every, lacking)))
-
-    @property
-    def verified(self) -> bool:
-        """Whether the bytes of samples are compared with checksums: tar files have none."""
-        return self._request.verify and self._member_names is None
+        self._numbering = self._fields
+        if self._request.tolerant and (lacking := self._fields.lacking()):
+            self._damaged += lacking.values()
+            self._numbering = self._fields.select(np.setdiff1d(np.arange(len(self)), [*lacking]))
 
     @property
     def fields(self) -> list[str]:
         """The fields of the samples of tar files, in order; of other files there are none."""
         return [] if self._fields is None else list(self._fields.names)
+
+    def _named_records(self, indices: Any) -> tuple[MemberNames, Int64s]:
+        """Return a record of each sample, whose name has its key. Raises: UsageError."""
+        if self._member_names is None:
+            raise UsageError("only tar files have keys", path=self._request.paths[0])
+        return self._member_names, self.sample_numbers(self._indices(indices))
+
+    @property
+    def verified(self) -> bool:
+        """Whether the bytes of samples are compared with checksums: tar files have none."""
+        return self._request.verify and self._member_names is None
 
     def _summed(
         self, current: SampleSource, spare: SampleSource | None
@@ -459,11 +483,18 @@ class BaseReader:
 
     def _checked_order(self, order: Any, epoch: int, name: str | None, replacement: bool) -> Order:
         """Return the arguments of `SampleSource.announce`. Raises: as `Reader.announce`."""
-        numbers = self._numbers(order)
+        rows = self._rows(order)
         epoch = check_count("epoch", epoch)
         with self._by_index():
-            check_order(numbers, self._request.count, name, replacement)
-        return numbers, epoch, name, replacement
+            check_order(rows.numbers, self._request.count, name, replacement)
+        self._ends = {epoch - 1: self._ends.get(epoch - 1), epoch: rows.ends}
+        return rows.numbers, epoch, name, replacement
+
+    def _counted(self, epoch: int, position: int) -> tuple[int, int]:
+        """Return a position in an announced order, which a daemon counts in records."""
+        epoch, position = check_count("epoch", epoch), check_count("position", position)
+        ends = self._ends.get(epoch)
+        return epoch, position if ends is None else int(ends[min(position, len(ends) - 1)])
 
     def __getstate__(self) -> dict[str, Any]:
         own = dataclasses.replace(self._request, totals={})
@@ -513,19 +544,17 @@ class Reader(BaseReader, Sequence[Bytes]):
     def _find_folders(self) -> None:
         search = self._folder_search(self._selector.current())
         if len(search.last):
-            unknown = search.look(self._estimates_of(search.last))
+            unknown = Rows(search.look(self._estimates_of(Rows(search.last))))
             reading = self._in_order(unknown, READ_AHEAD_COUNT, READ_AHEAD_SIZE)
             with contextlib.closing(reading) as answers:
-                for answer in answers:
-                    search.take(*answer)
+                for rows, batch, failed in answers:
+                    search.take(rows.numbers, batch, failed)
             self._hide_folders(search.found)
 
     def _find_fields(self, fields: Sequence[str] | None, *, whole: bool) -> None:
-        files = self._files_of_members(self._selector.current(), fields)
-        if files and not whole:
-            blocks = [(k, ABOUT) for k in files]
-            abouts = self._retrying(lambda source: source.named(blocks))
-            self._set_fields(self._selector.current(), abouts, fields)
+        source = self._selector.current()
+        if (blocks := self._abouts(source, fields)) and not whole:
+            self._set_fields(source, self._retrying(methodcaller("named", blocks)), fields)
 
     def _set_up(self) -> None:
         super()._set_up()
@@ -593,16 +622,17 @@ class Reader(BaseReader, Sequence[Bytes]):
         Raises: UsageError: the files have none.
         Cost: about a second per million keys in order.
         """
-        return [key_of(name) for name in self.member_names(indices)]
+        return list(map(key_of, self._member_names_of(indices)))
 
     def member_names(self, indices: Any) -> list[str]:
         """Return the names of the members that a reader of one field shows, as `keys`."""
-        (names, parts), found = self._key_numbers(indices), list[str]()
-        for part in parts:
-            known, asked = names.look(part)
-            blocks = self._retrying(methodcaller("named", asked)) if asked else []
-            found += names.take(part, known, asked, blocks)
-        return found
+        return list(map(as_text, self._member_names_of(indices)))
+
+    def _member_names_of(self, indices: Any) -> list[bytes]:
+        names, numbers = self._named_records(indices)
+        missing = names.missing(numbers)
+        blocks = self._retrying(methodcaller("named", missing)) if missing else []
+        return names.take(numbers, missing, blocks)
 
     @property
     def directories(self) -> list[str]:
@@ -633,25 +663,10 @@ class Reader(BaseReader, Sequence[Bytes]):
         """
         return self._index_of(name, self.names)
 
-    def sample_numbers(self, indices: Any) -> Int64s:
-        """Return the numbers of samples among all of the files, int64[n]: what a source takes.
-
-        Args: indices: int64[n], which exist.
-        """
-        chosen: Int64s = np.asarray(indices, np.int64)
-        return chosen if self._numbering is None else self._numbering.numbers(chosen)
-
     @property
     def shown(self) -> tuple[Any, ...]:
         """A key of the files and the samples shown: equal if the same index is the same sample."""
-        numbering = self._numbering
-        if numbering is None:
-            return self._request.paths, b""
-        if isinstance(numbering, FieldSelection):
-            return self._request.paths, tuple(numbering.names)
-        which = numbering.chosen if isinstance(numbering, Selection) else numbering.hidden
-        digest = hashlib.blake2b(which.tobytes(), digest_size=16).digest()
-        return self._request.paths, type(numbering).__name__, digest
+        return self._request.paths, b"" if self._numbering is None else self._numbering.key
 
     # ---- reading --------------------------------------------------------------------------
 
@@ -683,15 +698,17 @@ class Reader(BaseReader, Sequence[Bytes]):
         kind = type(indices)
         if kind is not list and kind is not tuple and kind is not np.ndarray:
             indices = as_int64(indices, len(self))
+        rows = None
         if self._numbering is not None:
-            indices = self._numbers(indices)
+            rows = self._rows(indices)
+            indices = rows.numbers
         source, lookup = self._selector.selection.source, None
         if source is not None:
             lookup = source.cached_arrays(indices)
             if type(lookup) is list:
                 if self._announced.any:
                     self._used(as_int64(indices, self._request.count))
-                return lookup
+                return lookup if rows is None else rows.by_field(lookup)
         numbers = self._numbers(indices) if self._numbering is None else indices
 
         def attempt(current: SampleSource) -> tuple[list[Bytes], dict[int, FFServeError]]:
@@ -703,7 +720,8 @@ class Reader(BaseReader, Sequence[Bytes]):
 
         arrays, failed = self._retrying(attempt)
         self._used(numbers)
-        return self._mixed(arrays, failed, numbers, errors)
+        mixed = self._mixed(arrays, failed, numbers, errors)
+        return mixed if rows is None else rows.by_field(mixed)
 
     def read_batch(self, indices: Any, *, out: Bytes | None = None) -> Batch:
         """Read samples into one buffer.
@@ -720,15 +738,17 @@ class Reader(BaseReader, Sequence[Bytes]):
         Cost: as `read`, with one allocation for the whole batch. Least for an int64 array.
         """
         numbers = indices if type(indices) is np.ndarray else as_int64(indices, len(self))
+        rows = None
         if self._numbering is not None:
-            numbers = self._numbers(numbers)
+            rows = self._rows(numbers).fields_together
+            numbers = rows.numbers
         source, lookup = self._selector.selection.source, None
         if source is not None:
             found = source.cached_batch(numbers, out)
             if isinstance(found, Batch):
                 if self._announced.any:
                     self._used(numbers)
-                return found
+                return found if rows is None else rows.divided(found)
             lookup = found
         if self._numbering is None:
             numbers = self._numbers(numbers)
@@ -743,7 +763,7 @@ class Reader(BaseReader, Sequence[Bytes]):
         batch, failed = self._retrying(attempt)
         self._used(numbers)
         self._raise_first(failed, numbers)
-        return batch
+        return batch if rows is None else rows.divided(batch)
 
     def lease(self, indices: Any) -> AbstractContextManager[Leased]:
         """Read samples in place.
@@ -761,15 +781,15 @@ class Reader(BaseReader, Sequence[Bytes]):
             processes together hold at most half of the arena; samples beyond that are copied.
             Leased samples cannot be evicted: leave soon.
         """
-        return self._leasing(self._numbers(indices))
+        return self._leasing(self._rows(indices))
 
     @contextlib.contextmanager
-    def _leasing(self, numbers: Int64s) -> Iterator[Leased]:
+    def _leasing(self, rows: Rows) -> Iterator[Leased]:
         with self._by_index():
-            leased = self._retrying(lambda source: source.lease(numbers))
+            leased = self._retrying(lambda source: source.lease(rows.numbers))
         try:
-            self._used(numbers)
-            yield leased
+            self._used(rows.numbers)
+            yield rows.by_field(leased)
         finally:
             leased.release()
 
@@ -786,7 +806,7 @@ class Reader(BaseReader, Sequence[Bytes]):
 
     def __iter__(self) -> Iterator[Bytes]:
         for batch in self.batches():
-            yield from (sample.copy() for sample in batch)
+            yield from copies(batch)
 
     def batches(
         self, indices: Any = None, *, count: int = READ_AHEAD_COUNT, size: int = READ_AHEAD_SIZE
@@ -803,13 +823,13 @@ class Reader(BaseReader, Sequence[Bytes]):
 
         Raises: as `read`, when the batch concerned is due.
         """
-        numbers = self._all_numbers() if indices is None else self._numbers(indices)
+        rows = self._rows(indices)
         if indices is not None and isinstance(source := self._selector.current(), LocalSource):
-            source.follow(numbers)
-        with contextlib.closing(self._in_order(numbers, count, size)) as answers:
+            source.follow(rows.numbers)
+        with contextlib.closing(self._in_order(rows, count, size)) as answers:
             for part, batch, failed in answers:
-                self._raise_first(failed, part)
-                yield batch
+                self._raise_first(failed, part.numbers)
+                yield part.by_field(batch)
 
     def scan(
         self, indices: Any = None, *, count: int = READ_AHEAD_COUNT, size: int = READ_AHEAD_SIZE
@@ -821,33 +841,25 @@ class Reader(BaseReader, Sequence[Bytes]):
         Raises: ServerUnavailable, as `read`.
         """
         first = 0
-        numbers = self._all_numbers() if indices is None else self._numbers(indices)
-        with contextlib.closing(self._in_order(numbers, count, size)) as answers:
+        with contextlib.closing(self._in_order(self._rows(indices), count, size)) as answers:
             for part, batch, failed in answers:
-                named = {k: self._named(error, k, part) for k, error in sorted(failed.items())}
-                yield first, batch, named
+                numbers = part.numbers
+                named = {k: self._named(error, k, numbers) for k, error in sorted(failed.items())}
+                yield first, part.by_field(batch), part.by_sample(named)
                 first += len(part)
 
     def _in_order(
-        self, numbers: Int64s, count: int, size: int
-    ) -> Generator[tuple[Int64s, Batch, dict[int, FFServeError]], None, None]:
-        groups = pieces(numbers)
-        return self._in_parts(
-            (cut(some, self._estimates_of(some), count, size), last) for some, last in groups
-        )
-
-    def _in_parts(
-        self, groups: Iterable[tuple[Iterable[tuple[Int64s, int]], bool]]
-    ) -> Generator[tuple[Int64s, Batch, dict[int, FFServeError]], None, None]:
-        """Read parts with read-ahead. Args: groups: parts as of `cut`, and whether no more come."""
+        self, rows: Rows, count: int, size: int
+    ) -> Generator[tuple[Rows, Batch, dict[int, FFServeError]], None, None]:
         ahead = ReadAhead(self._start)
         try:
-            for parts, last in groups:
+            for some, last in pieces(rows):
+                parts = cut(some, self._estimates_of(some), count, size)
                 for asked, begun in ahead.through(parts, last=last):
                     for part, batch, errors in split(asked, *self._finish(*begun)):
                         if self._request.closed:
                             raise closed_error()
-                        self._used(part)
+                        self._used(part.numbers)
                         yield part, batch, errors
         finally:
             # Requests that were not finished have buffers and pins.
@@ -932,7 +944,7 @@ class Reader(BaseReader, Sequence[Bytes]):
         Cost: one small message, no answer, no waiting: a daemon that started anew is looked for in
             a thread, which announces the orders to it.
         """
-        epoch, position = check_count("epoch", epoch), check_count("position", position)
+        epoch, position = self._counted(epoch, position)
         if self._request.closed:
             raise closed_error()
         self._announced.reached(epoch, position)
@@ -955,12 +967,10 @@ class Reader(BaseReader, Sequence[Bytes]):
     def estimates(self, indices: Any = None) -> Int64s:
         """Return lengths in bytes, int64[n], as `sizes`, but a guess instead of a read where a
         length is not known."""
-        return self._estimates_of(
-            self._all_numbers() if indices is None else self._numbers(indices)
-        )
+        return self._estimates_of(self._rows(indices))
 
-    def _estimates_of(self, numbers: Int64s) -> Int64s:
-        return self._retrying(lambda source: source.estimate(numbers))
+    def _estimates_of(self, rows: Rows) -> Int64s:
+        return rows.sums(self._retrying(lambda source: source.estimate(rows.numbers)))
 
     def _sizes_of(self, numbers: Int64s | None) -> Int64s:
         with self._by_index():
@@ -973,7 +983,9 @@ class Reader(BaseReader, Sequence[Bytes]):
 
         Cost: no sample is read, except those in chunks (RecordIO) that were never decoded before.
         """
-        return self._sizes_of(self._numbers_or_all(indices))
+        if (rows := self._rows_or_all(indices)) is None:
+            return self._sizes_of(None)
+        return rows.sums(self._sizes_of(rows.numbers))
 
     def tables(
         self, shard: int
@@ -989,9 +1001,7 @@ class Reader(BaseReader, Sequence[Bytes]):
 
     def _leave_out_damaged(self) -> None:
         bad: dict[int, FFServeError] = {}
-        for part, _, failed in self._in_order(
-            self._all_numbers(), READ_AHEAD_COUNT, READ_AHEAD_SIZE
-        ):
+        for part, _, failed in self._in_order(self._rows(None), READ_AHEAD_COUNT, READ_AHEAD_SIZE):
             bad |= by_number(part, failed)
         self._leave_out(bad)
 
@@ -1020,243 +1030,27 @@ class Reader(BaseReader, Sequence[Bytes]):
         self._selector.after_fork()
 
 
-class BaseFieldReader(BaseReader):
-    """Readers of several fields, that block or await: indices of samples, numbers of records."""
-
-    _chosen: Int64s | None = None
-    """The samples that are shown; None: all."""
-
-    def __len__(self) -> int:
-        return self._selected.count if self._chosen is None else len(self._chosen)
-
-    @property
-    def _selected(self) -> FieldSelection:
-        assert self._fields is not None
-        return self._fields
-
-    def _samples(self, indices: Any) -> Int64s:
-        """Return the numbers of samples, whatever is shown of them."""
-        if self._request.closed:
-            raise closed_error()
-        shown = check_range(as_int64(indices, len(self)), len(self))
-        return shown if self._chosen is None else self._chosen[shown]
-
-    def _rows(self, indices: Any) -> FieldRows:
-        return self._selected.rows(self._samples(indices))
-
-    def _record_numbers(self, indices: Any) -> Int64s:
-        return self.sample_numbers(indices)
-
-    def sample_numbers(self, indices: Any) -> Int64s:
-        """Return the number of the first record of each sample; see `Reader.sample_numbers`."""
-        return self._selected.table.first_records(self._samples(indices))
-
-    def sample_indices(self, numbers: Int64s) -> Int64s:
-        """Return the indices of the samples that records belong to."""
-        samples = self._selected.indices(numbers)
-        return samples if self._chosen is None else Selection(self._chosen).indices(samples)
-
-    def _named(self, error: FFServeError, position: int, numbers: Int64s) -> FFServeError:
-        [index] = self.sample_indices(numbers[position : position + 1]).tolist()
-        return error.located(index=index)
-
-    @contextlib.contextmanager
-    def _by_index(self) -> Iterator[None]:
-        try:
-            yield
-        except FFServeError as error:
-            if error.index is None:
-                raise
-            raise self._named(error, 0, np.array([error.index], np.int64)) from None
-
-    @property
-    def shown(self) -> tuple[Any, ...]:
-        """See `Reader.shown`."""
-        which = b"" if self._chosen is None else self._chosen.tobytes()
-        digest = hashlib.blake2b(which, digest_size=16).digest()
-        return self._request.paths, tuple(self._selected.names), digest
-
-    def select(self, indices: Any) -> None:
-        """Show only these samples from now on; see `Reader.select`."""
-        self._chosen, self._names, self._by_name = self._samples(indices), None, None
-
-    def _checked_order(self, order: Any, epoch: int, name: str | None, replacement: bool) -> Order:
-        rows, epoch = self._rows(order), check_count("epoch", epoch)
-        with self._by_index():
-            check_order(rows.numbers, self._request.count, name, replacement)
-        kept = {k: ends for k, ends in self._ends.items() if k >= epoch - 1}
-        self._ends = {**kept, epoch: rows.ends}
-        return rows.numbers, epoch, name, replacement
-
-    def _records_up_to(self, epoch: int, position: int) -> int:
-        """Return how many records the first samples of an announced order have."""
-        ends, position = self._ends.get(epoch), check_count("position", position)
-        if ends is None or not position:
-            return position
-        return int(ends[min(position, len(ends)) - 1])
-
-    def _parts(
-        self, samples: Int64s, sizes: Int64s, count: int, size: int, begun: deque[FieldRows]
-    ) -> Iterator[tuple[Int64s, int]]:
-        """Cut samples as `cut` does; yield their records. Args: begun: gets the rows of each."""
-        for part, total in cut(samples, sizes, count, size):
-            begun.append(self._selected.rows(part))
-            yield begun[-1].numbers, total
-
-    def _rows_by_field(self, indices: Any) -> tuple[FieldRows, Int64s]:
-        """Return rows, and the order in which those of each field stand together."""
-        rows = self._rows(indices)
-        return rows, np.argsort(rows.columns, kind="stable")
-
-    def _batches_by_field(self, rows: FieldRows, order: Int64s, batch: Batch) -> dict[str, Batch]:
-        """Return the part of each field of a batch that was read in this order."""
-        edges = np.searchsorted(rows.columns[order], np.arange(len(self.fields) + 1))
-        found = {}
-        for k, name in enumerate(self.fields):
-            low, high = int(edges[k]), int(edges[k + 1])
-            sizes = np.zeros(rows.count, np.int64)
-            sizes[rows.samples[order[low:high]]] = np.diff(batch.offsets[low : high + 1])
-            offsets = np.concatenate(([0], np.cumsum(sizes)))
-            begin, end = int(batch.offsets[low]), int(batch.offsets[high])
-            found[name] = Batch(batch.buffer[begin:end], offsets)
-        return found
-
-    @staticmethod
-    def rows_of(batch: Mapping[str, Sequence[T]]) -> list[dict[str, T]]:
-        """Return the samples of a batch, each a dict."""
-        rows = zip(*batch.values(), strict=True)
-        return [dict(zip(batch, values, strict=True)) for values in rows]
-
-    def _leave_out_samples(self, bad: dict[int, FFServeError]) -> None:
-        """Hide these samples, by index."""
-        self._damaged += bad.values()
-        if bad:
-            self.select(np.setdiff1d(np.arange(len(self)), list(bad)))
-
-
-class FieldReader(BaseFieldReader, Reader):
+class FieldReader(Reader):
     """Samples of tar files that have several fields. Made by `ffserve.open`.
 
     A sample is a dict of its fields: `r[i]` and iteration give one, a field that the sample does
-    not have being None. A batch is a dict as well: for each field, in the order of `fields`, a list
-    with a value for each sample, in the order asked for. Arguments and errors are those of Reader.
+    not have being None. What Reader's methods return is a dict as well, by field in the order of
+    `fields`: of `read`, `lease`, `batches` and `scan` a list with a value for each sample, of
+    `read_batch` a Batch, in which a field that a sample does not have takes no bytes. An error that
+    `read` returns stands in the place of its field. `sizes` and `estimates` are those of all fields
+    together. Ranges of bytes are those of one field: open the file with one.
     """
 
-    # ---- reading --------------------------------------------------------------------------
+    read: Callable[..., dict[str, list[Any]]]  # type: ignore[assignment]
+    read_batch: Callable[..., dict[str, Batch]]  # type: ignore[assignment]
+    batches: Callable[..., Iterator[dict[str, list[Any]]]]  # type: ignore[assignment]
 
-    def read(  # type: ignore[override]
-        self, indices: Any, *, errors: Literal["raise", "return"] = "raise"
-    ) -> dict[str, list[Any]]:
-        """Read samples; return a list of arrays for each field. Errors that are returned stand in
-        the places of their members."""
-        rows = self._rows(indices)
-
-        def attempt(source: SampleSource) -> tuple[list[Bytes], dict[int, FFServeError]]:
-            found = source.cached_arrays(rows.numbers)
-            if type(found) is list:
-                return found, {}
-            request: Any = source.start(rows.numbers, apart=True, found=found)
-            failed = source.finish(request)
-            return request.target.arrays, failed
-
-        arrays, failed = self._retrying(attempt)
-        self._used(rows.numbers)
-        mixed = self._mixed(arrays, failed, rows.numbers, errors)
-        return rows.by_field(self.fields, mixed)
-
-    def read_batch(self, indices: Any) -> dict[str, Batch]:  # type: ignore[override]
-        """Read samples into one buffer; return the part of each field, in which a field that a
-        sample does not have takes no bytes."""
-        rows, order = self._rows_by_field(indices)
-        numbers = rows.numbers[order]
-        batch, failed = self._retrying(lambda source: self._batch(source, numbers))
-        self._used(numbers)
-        self._raise_first(failed, numbers)
-        return self._batches_by_field(rows, order, batch)
-
-    def lease(self, indices: Any) -> AbstractContextManager[Any]:
-        """Read samples in place; the context manager gives what `read` returns, read-only."""
-        return self._leasing_fields(self._rows(indices))
-
-    @contextlib.contextmanager
-    def _leasing_fields(self, rows: FieldRows) -> Iterator[dict[str, list[Bytes | None]]]:
-        with self._leasing(rows.numbers) as leased:
-            yield rows.by_field(self.fields, leased)
+    rows_of = staticmethod(rows_of)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return self.read(range(*index.indices(len(self))))
         if isinstance(index, (int, np.integer)) and not isinstance(index, bool):
-            return {name: column[0] for name, column in self.read([int(index)]).items()}
-        return self.read(index)
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.batches():
-            for row in self.rows_of(batch):
-                yield {name: None if one is None else one.copy() for name, one in row.items()}
-
-    def batches(  # type: ignore[override]
-        self, indices: Any = None, *, count: int = READ_AHEAD_COUNT, size: int = READ_AHEAD_SIZE
-    ) -> Iterator[dict[str, list[Bytes | None]]]:
-        """Read in order with read-ahead; yield what `read` returns, as parts of one buffer."""
-        samples = self._samples(range(len(self)) if indices is None else indices)
-        if indices is not None and isinstance(source := self._selector.current(), LocalSource):
-            source.follow(self._selected.rows(samples).numbers)
-        with contextlib.closing(self._rows_in_order(samples, count, size)) as answers:
-            for rows, batch, failed in answers:
-                self._raise_first(failed, rows.numbers)
-                yield rows.by_field(self.fields, batch)
-
-    def scan(  # type: ignore[override]
-        self, indices: Any = None, *, count: int = READ_AHEAD_COUNT, size: int = READ_AHEAD_SIZE
-    ) -> Iterator[tuple[int, dict[str, list[Bytes | None]], dict[int, FFServeError]]]:
-        """Read in order as `batches` does, and go on behind damage; see `Reader.scan`."""
-        first = 0
-        samples = self._samples(range(len(self)) if indices is None else indices)
-        with contextlib.closing(self._rows_in_order(samples, count, size)) as answers:
-            for rows, batch, failed in answers:
-                named = {k: self._named(e, k, rows.numbers) for k, e in failed.items()}
-                yield first, rows.by_field(self.fields, batch), rows.by_sample(named)
-                first += rows.count
-
-    def _rows_in_order(
-        self, samples: Int64s, count: int, size: int
-    ) -> Generator[tuple[FieldRows, Batch, dict[int, FFServeError]], None, None]:
-        begun: deque[FieldRows] = deque()
-
-        def groups() -> Iterator[tuple[Iterable[tuple[Int64s, int]], bool]]:
-            for some, last in pieces(samples):
-                every = self._selected.rows(some)
-                sizes = every.sums(self._estimates_of(every.numbers))
-                yield self._parts(some, sizes, count, size, begun), last
-
-        with contextlib.closing(self._in_parts(groups())) as answers:
-            for _, batch, failed in answers:
-                yield begun.popleft(), batch, failed
-
-    def _leave_out_damaged(self) -> None:
-        bad: dict[int, FFServeError] = {}
-        for first, _, failed in self.scan():
-            bad |= {first + k: error for k, error in failed.items()}
-        self._leave_out_samples(bad)
-
-    # ---- what will be read ----------------------------------------------------------------
-
-    def reached(self, epoch: int, position: int) -> None:
-        """Tell the daemon that the first `position` samples were used; see `Reader.reached`."""
-        super().reached(epoch, self._records_up_to(epoch, position))
-
-    # ---- about the samples ----------------------------------------------------------------
-
-    def estimates(self, indices: Any = None) -> Int64s:
-        """Return lengths in bytes, of all fields together; see `Reader.estimates`."""
-        rows = self._rows(range(len(self)) if indices is None else indices)
-        return rows.sums(self._estimates_of(rows.numbers))
-
-    def sizes(self, indices: Any = None) -> Int64s:
-        """Return lengths in bytes, of all fields together; see `Reader.sizes`."""
-        rows = self._rows(range(len(self)) if indices is None else indices)
-        return rows.sums(self._sizes_of(rows.numbers))
+            return self.rows_of(self.read([int(index)]))[0]
+        return super().__getitem__(index)
 
 
 class StreamReader(Reader):
@@ -1360,13 +1154,9 @@ class StreamReader(Reader):
     def __bool__(self) -> bool:
         return not self._indexed or len(self) > 0
 
-    def _all_numbers(self) -> Int64s:
+    def _rows_or_all(self, indices: Any) -> Rows | None:
         self.open_by_index()
-        return super()._all_numbers()
-
-    def _numbers_or_all(self, indices: Any) -> Int64s | None:
-        self.open_by_index()
-        return super()._numbers_or_all(indices)
+        return super()._rows_or_all(indices)
 
     @property
     def source(self) -> str:
@@ -1408,11 +1198,11 @@ class ReadAhead(Generic[T]):
 
     def __init__(self, start: Callable[[Int64s], T]) -> None:
         self._start = start
-        self.begun: deque[tuple[list[Int64s], T]] = deque()
+        self.begun: deque[tuple[list[Rows], T]] = deque()
 
     def through(
-        self, parts: Iterable[tuple[Int64s, int]], *, last: bool
-    ) -> Iterator[tuple[list[Int64s], T]]:
+        self, parts: Iterable[tuple[Rows, int]], *, last: bool
+    ) -> Iterator[tuple[list[Rows], T]]:
         """Begin the requests for some more batches; yield those that are due to be finished, with
         their batches. Args: parts: see `cut`. last: no more batches follow."""
         for some, whole in read_ahead(parts):
@@ -1423,28 +1213,29 @@ class ReadAhead(Generic[T]):
             yield self.begun.popleft()
 
 
-def pieces(numbers: Int64s) -> Iterator[tuple[Int64s, bool]]:
+def pieces(rows: Rows) -> Iterator[tuple[Rows, bool]]:
     """Yield the samples whose lengths are looked up together, and whether they are the last."""
-    for end in range(SIZES_AT_ONCE, len(numbers) + SIZES_AT_ONCE, SIZES_AT_ONCE):
-        yield numbers[end - SIZES_AT_ONCE : end], end >= len(numbers)
+    for end in range(SIZES_AT_ONCE, len(rows) + SIZES_AT_ONCE, SIZES_AT_ONCE):
+        yield rows[end - SIZES_AT_ONCE : end], end >= len(rows)
 
 
-def by_number(part: Int64s, failed: dict[int, FFServeError]) -> dict[int, FFServeError]:
+def by_number(part: Rows, failed: dict[int, FFServeError]) -> dict[int, FFServeError]:
     """Return errors by number instead of by position in a batch."""
-    return {int(part[k]): error for k, error in failed.items()}
+    return {int(part.numbers[k]): error for k, error in failed.items()}
 
 
-def read_ahead(parts: Iterable[tuple[Int64s, int]]) -> Iterator[tuple[list[Int64s], Int64s]]:
+def read_ahead(parts: Iterable[tuple[Rows, int]]) -> Iterator[tuple[list[Rows], Int64s]]:
     """Group small batches that follow each other into requests. `parts`: see `cut`.
 
     Yields: the batches of a request, and all their samples.
     """
     for some in _grouped(parts):
-        yield some, some[0] if len(some) == 1 else np.concatenate(some)
+        numbers = [each.numbers for each in some]
+        yield some, numbers[0] if len(some) == 1 else np.concatenate(numbers)
 
 
-def _grouped(parts: Iterable[tuple[Int64s, int]]) -> Iterator[list[Int64s]]:
-    some: list[Int64s] = []
+def _grouped(parts: Iterable[tuple[Rows, int]]) -> Iterator[list[Rows]]:
+    some: list[Rows] = []
     count = total = 0
     most = GROUP_FIRST
     for part, size in parts:
@@ -1459,11 +1250,11 @@ def _grouped(parts: Iterable[tuple[Int64s, int]]) -> Iterator[list[Int64s]]:
 
 
 def split(
-    parts: list[Int64s], batch: Batch, failed: dict[int, FFServeError]
-) -> Iterator[tuple[Int64s, Batch, dict[int, FFServeError]]]:
+    parts: list[Rows], batch: Batch, failed: dict[int, FFServeError]
+) -> Iterator[tuple[Rows, Batch, dict[int, FFServeError]]]:
     """Split the answer to a request into its batches.
 
-    Yields: the samples' numbers, the batch (a part of the whole one's buffer), the errors by
+    Yields: what was read of samples, the batch (a part of the whole one's buffer), the errors by
     position in it.
     """
     if len(parts) == 1:
@@ -1471,8 +1262,9 @@ def split(
         return
     first = 0
     for part in parts:
-        offsets = batch.offsets[first : first + len(part) + 1]
+        count = len(part.numbers)
+        offsets = batch.offsets[first : first + count + 1]
         low, high = int(offsets[0]), int(offsets[-1])
-        errors = {k - first: e for k, e in failed.items() if 0 <= k - first < len(part)}
+        errors = {k - first: e for k, e in failed.items() if 0 <= k - first < count}
         yield part, Batch(batch.buffer[low:high], offsets - low), errors
-        first += len(part)
+        first += count

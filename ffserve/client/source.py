@@ -9,11 +9,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeAlias, overload
+from typing import Any, Protocol, TypeAlias, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.dataset.fields import Rows
 from ffserve.dataset.layout import ShardInfo
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.engine.arrays import separate
@@ -21,6 +22,7 @@ from ffserve.engine.shm import Batch as Batch
 from ffserve.engine.shm import empty, keep_freed_memory
 from ffserve.errors import FFServeError, SampleIndexError, UsageError
 
+Samples = TypeVar("Samples", Int64s, Rows)
 Indices: TypeAlias = "NDArray[Any] | list[Any] | tuple[Any, ...]"
 """Sample indices in the types that need no conversion first."""
 
@@ -300,7 +302,7 @@ class SampleSource(Protocol):
         ...
 
 
-def cut(numbers: Int64s, sizes: Int64s, count: int, size: int) -> Iterator[tuple[Int64s, int]]:
+def cut(numbers: Samples, sizes: Int64s, count: int, size: int) -> Iterator[tuple[Samples, int]]:
     """Cut into parts of at most `count` samples and about `size` bytes, at least one sample.
 
     Yields: the part and its bytes.

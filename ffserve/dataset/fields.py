@@ -1,95 +1,76 @@
 """Fields: which records of a data set are which fields of its samples.
 
 Where records are members of samples (tar files), a source knows records only, by number. A reader
-of one field shows a column of records, as it shows some samples where it hides others; a reader of
-several reads the records of its samples and gives them back by field. If all samples have the same
-fields in the same order, as is usual, a record follows from arithmetic; else there is a table with
-8 bytes for each sample and 2 for each record. Nothing here reads a file.
+shows a selection of fields as it shows some samples where it hides others, and what it reads of
+samples are *rows*: one record each, or with several fields those of each sample, which are given
+back by field. If all samples have the same fields in the same order, as is usual, a record follows
+from arithmetic; else there is a table with 8 bytes for each sample and 2 for each record. Nothing
+here reads a file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.dataset.layout import ShardInfo
+from ffserve.dataset.layout import Selection, ShardInfo, digest
 from ffserve.dtypes import Int64s, UInt32s
+from ffserve.engine.shm import Batch
 from ffserve.errors import FFServeError, FormatError, UsageError
 from ffserve.formats.members import BLOCK_COUNT, FIRST, Members, unpacked
 
 T = TypeVar("T")
-
 Block: TypeAlias = tuple[int, int]
 """The position of a file, and the number of a block of names in it."""
-Names: TypeAlias = dict[Block, list[bytes]]
 
-KEPT_BLOCKS = 4096
-"""A reader keeps about this many blocks of names."""
-NAMES_AT_ONCE = 65_536
 _MOST_FIELDS = 65_535
+_unpacked = lru_cache(1024)(unpacked)
+"""Names of a million records, about 64 MB."""
 
 
 class MemberNames:
-    """The names of records, as far as a reader has asked for them. A copy begins without any.
+    """The names of records: the blocks of them that a reader has asked for.
 
-    Args: shards: the files, as `Reader.shards` has them of records.
+    Args: shards: the files, as a source has them.
     """
 
     def __init__(self, shards: Sequence[ShardInfo]) -> None:
         self._firsts = np.array([shard.first for shard in shards], np.int64)
         self._paths = [shard.path for shard in shards]
-        self._blocks: Names = {}
+        self._blocks: dict[Block, bytes] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_blocks": {}}
 
-    @staticmethod
-    def parts(numbers: Int64s) -> Iterator[Int64s]:
-        """Yield the records whose names are asked for together."""
-        for first in range(0, len(numbers), NAMES_AT_ONCE):
-            yield numbers[first : first + NAMES_AT_ONCE]
-
-    def _places(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
+    def _places(self, numbers: Int64s) -> NDArray[np.int64]:
+        """Return file, block and place in it of each record, int64[n, 3]."""
         shards = np.searchsorted(self._firsts, numbers, side="right") - 1
-        return shards, numbers - self._firsts[shards]
+        return np.stack((shards, *divmod(numbers - self._firsts[shards], BLOCK_COUNT)), axis=1)
 
-    def look(self, numbers: Int64s) -> tuple[Names, list[Block]]:
-        """Return the blocks of names that are known, and which others these records need."""
-        shards, records = self._places(numbers)
-        if len(self._blocks) > KEPT_BLOCKS:
-            self._blocks = {}  # other threads go on with the one that they have
-        known = self._blocks
-        pairs = np.unique(np.stack((shards, records // BLOCK_COUNT), axis=1), axis=0).tolist()
-        return known, [(k, n) for k, n in pairs if (k, n) not in known]
+    def missing(self, numbers: Int64s) -> list[Block]:
+        """Return the blocks that the names of records need, and that are not known."""
+        blocks = np.unique(self._places(numbers)[:, :2], axis=0).tolist()
+        return [(k, n) for k, n in blocks if (k, n) not in self._blocks]
 
-    def take(
-        self, numbers: Int64s, known: Names, asked: list[Block], blocks: list[bytes]
-    ) -> list[str]:
-        """Return the names of records, with surrogates as those of `os.listdir`.
+    def take(self, numbers: Int64s, asked: list[Block], blocks: list[bytes]) -> list[bytes]:
+        """Return the names of records. Args: blocks: those that were missing.
 
-        Args: known, asked: what `look` has returned. blocks: those that were asked for.
         Raises: FormatError: a block is damaged.
         """
-        for (shard, number), block in zip(asked, blocks, strict=True):
-            known[shard, number] = unpacked(block, self._paths[shard])
+        self._blocks.update(zip(asked, blocks, strict=True))
         found = []
-        places = (each.tolist() for each in self._places(numbers))
-        for shard, record in zip(*places, strict=True):
-            names = known[shard, record // BLOCK_COUNT]
-            if record % BLOCK_COUNT >= len(names):
+        for shard, block, place in self._places(numbers).tolist():
+            names = _unpacked(self._blocks[shard, block], self._paths[shard])
+            if place >= len(names):
                 raise FormatError("a block of names is damaged", path=self._paths[shard])
-            found.append(names[record % BLOCK_COUNT].decode(errors="surrogateescape"))
+            found.append(names[place])
         return found
-
-
-def key_of(name: str) -> str:
-    """Return the key of the sample that a member belongs to."""
-    folder, slash, last = name.rpartition("/")
-    return folder + slash + last.partition(".")[0]
 
 
 class FieldTable:
@@ -98,8 +79,8 @@ class FieldTable:
     Args: shards: of each file what its records are. kinds: returns the kinds of a file's records;
         called if they are needed. paths: of the files, for errors.
 
-    names: of all fields, in the order in which they first come. count: samples. firsts: int64[n +
-    1], index of each file's first sample, then their number. single: no sample has several fields.
+    names: of all fields, in the order in which they first come. counts: samples of each file.
+    width: fields of each sample if all have the same, else 0. single: no sample has several.
     """
 
     def __init__(
@@ -109,201 +90,281 @@ class FieldTable:
         own = [[numbers.setdefault(f, len(numbers)) for f in each.fields] for each in shards]
         if len(numbers) > _MOST_FIELDS:
             raise FormatError(f"the files have more than {_MOST_FIELDS} fields", path=paths[0])
-        self.names = list(numbers)
-        self.firsts = np.zeros(len(shards) + 1, np.int64)
-        np.cumsum([each.samples for each in shards], out=self.firsts[1:])
-        self.count = int(self.firsts[-1])
-        filled = [k for k, each in enumerate(shards) if each.samples]
-        self._width = 0
-        """Fields of each sample, if all have the same; else 0."""
-        self._starts, self._kinds = np.zeros(1, np.int64), np.zeros(0, np.uint16)
+        self.names, self.counts = list(numbers), [each.samples for each in shards]
+        filled = [k for k, count in enumerate(self.counts) if count]
         same = all(shards[k].uniform and own[k] == own[filled[0]] for k in filled)
+        self.width = len(self.names) if same else 0
+        self.single = same and self.width <= 1
         if same:
-            self._width = len(self.names)
-            self.single = self._width <= 1
             return
-        starts, found = [], []
-        before = 0
-        for k in filled:
+        starts, fields, before = [], [], 0
+        for k, path in enumerate(paths):
             table = kinds(k)
             begins = np.flatnonzero(table & np.uint32(FIRST))
-            fields = table & np.uint32(FIRST - 1)
-            known = len(fields) and int(fields.max()) < len(own[k]) and not begins[:1].any()
-            if not known or len(begins) != shards[k].samples:
-                raise FormatError("the table of its members is malformed", path=paths[k])
+            found = table & np.uint32(FIRST - 1)
+            known = (found < len(own[k])).all() and bool(len(found)) == bool(len(begins))
+            if not known or begins[:1].any() or len(begins) != self.counts[k]:
+                raise FormatError("the table of its members is malformed", path=path)
             starts.append(begins + before)
-            found.append(np.array(own[k], np.uint16)[fields])
+            fields.append(np.array(own[k], np.uint16)[found])
             before += len(table)
         self._starts = np.append(np.concatenate(starts), before)
-        self._kinds = np.concatenate(found)
+        self._kinds = np.concatenate(fields)
         self.single = bool((np.diff(self._starts) == 1).all())
 
-    def choose(self, fields: Sequence[str] | None, path: str) -> FieldSelection:
-        """Return a selection of fields; None: all of them.
-
-        Raises: UsageError: a name that no sample has, or one that comes twice.
-        """
-        chosen = list(self.names) if fields is None else [name.lower() for name in fields]
-        unknown = [name for name in chosen if name not in self.names]
-        if unknown or len(set(chosen)) < len(chosen) or (not chosen and self.names):
-            what = f"no sample has the field {unknown[0]!r}" if unknown else f"fields={fields!r}"
-            raise UsageError(
-                what if unknown else f"invalid {what}: each name once, at least one",
-                path=path,
-                hint=f"there are {', '.join(map(repr, self.names[:20])) or 'no fields'}"
-                + (", …" if len(self.names) > 20 else ""),
-            )
-        return FieldSelection(self, chosen, single=self.single and fields is None)
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether all samples have all fields."""
-        return self._width > 0
-
-    @property
-    def edges(self) -> tuple[list[int], list[int]]:
-        """The first sample of each file, and its number of samples."""
-        return self.firsts[:-1].tolist(), np.diff(self.firsts).tolist()
-
-    def rows(self, samples: Int64s) -> tuple[Int64s, Int64s, NDArray[Any]]:
-        """Return the records of samples, sample by sample: their numbers, the position of each
-        one's sample, and the number of its field."""
-        if self._width or not len(samples):
-            width = self._width
-            records = (samples[:, None] * width + np.arange(width)).reshape(-1)
-            return (
-                records,
-                np.repeat(np.arange(len(samples)), width),
-                np.tile(np.arange(width), len(samples)),
-            )
-        begins = self._starts[samples]
-        counts = self._starts[samples + 1] - begins
-        ends = np.cumsum(counts)
-        records = np.arange(int(ends[-1])) + np.repeat(begins - (ends - counts), counts)
-        return records, np.repeat(np.arange(len(samples)), counts), self._kinds[records]
-
-    def first_records(self, samples: Int64s) -> Int64s:
-        """Return the number of the first record of each sample."""
-        return samples * self._width if self._width else self._starts[samples]
+    def starts(self, samples: Int64s) -> Int64s:
+        """Return the first record of each sample; behind the last their number."""
+        return samples * self.width if self.width else self._starts[samples]
 
     def samples_of(self, records: Int64s) -> Int64s:
         """Return the sample that each record belongs to."""
-        if self._width:
-            return records // self._width
+        if self.width:
+            return records // self.width
         return np.searchsorted(self._starts, records, side="right") - 1
+
+    def records(self, samples: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+        """Return the records of samples, sample by sample: their numbers, the position of each
+        one's sample, and the number of its field."""
+        begins = self.starts(samples)
+        counts = self.starts(samples + 1) - begins
+        before = np.cumsum(counts) - counts
+        numbers = np.repeat(begins - before, counts)
+        numbers += np.arange(len(numbers))
+        kinds = numbers % self.width if self.width else self._kinds[numbers]
+        return numbers, np.repeat(np.arange(len(samples)), counts), kinds
 
     def column(self, samples: Int64s, field: int) -> Int64s:
         """Return the record of one field of each sample; -1: it has none."""
-        if self._width:
-            return samples * self._width + field
-        records, positions, kinds = self.rows(samples)
+        if self.width:
+            return samples * self.width + field
+        numbers, positions, kinds = self.records(samples)
         found = np.full(len(samples), -1, np.int64)
         mine = kinds == field
-        found[positions[mine]] = records[mine]
+        found[positions[mine]] = numbers[mine]
         return found
-
-
-@dataclass(frozen=True, slots=True)
-class FieldRows:
-    """The records that a selection has of some samples.
-
-    numbers: of the records, sample by sample. samples: for each the position of its sample.
-    columns: the position of its field in the selection. count: samples.
-    """
-
-    numbers: Int64s
-    samples: Int64s
-    columns: Int64s
-    count: int
-
-    @property
-    def ends(self) -> Int64s:
-        """For each sample the number of records up to it."""
-        return np.searchsorted(self.samples, np.arange(self.count), side="right")
-
-    def by_field(self, names: Sequence[str], values: Iterable[T]) -> dict[str, list[T | None]]:
-        """Return values of the records as a list for each field; None where a sample has none."""
-        width, columns = len(names), self.columns
-        if len(columns) == self.count * width > 0:
-            # Nearly always all samples have all fields in one order.
-            table = columns.reshape(-1, width)
-            if (table == table[0]).all():
-                every: list[T | None] = list(values)
-                places = table[0].argsort().tolist()
-                return {name: every[k::width] for name, k in zip(names, places, strict=True)}
-        found: list[list[T | None]] = [[None] * self.count for _ in names]
-        rows = zip(self.columns.tolist(), self.samples.tolist(), values, strict=True)
-        for column, sample, value in rows:
-            found[column][sample] = value
-        return dict(zip(names, found, strict=True))
-
-    def by_sample(self, failed: dict[int, FFServeError]) -> dict[int, FFServeError]:
-        """Return errors by the positions of samples; of several the first."""
-        found: dict[int, FFServeError] = {}
-        for position in sorted(failed):
-            found.setdefault(int(self.samples[position]), failed[position])
-        return found
-
-    def sums(self, sizes: Int64s) -> Int64s:
-        """Return the sum of the values of each sample's records."""
-        return np.bincount(self.samples, sizes, self.count).astype(np.int64)
 
 
 class FieldSelection:
-    """Some fields of the samples of a data set, which a reader shows.
+    """Some fields of the samples of a data set, as a `layout.Numbering`.
 
-    Args: names: of the fields, in the order in which they are given back. single: of samples that
-        have one field each, whichever it is.
+    Args: fields: names, in the order in which fields are given back; None: all. path: for errors.
+    Raises: UsageError: a name that no sample has, or one that comes twice.
 
-    several: samples are dicts. Otherwise this numbers the samples, as `layout.Numbering` does.
+    count: samples. several: a sample is a dict of its fields, else one record, whichever its field
+    is if all are shown.
     """
 
-    def __init__(self, table: FieldTable, names: list[str], *, single: bool) -> None:
-        self.table, self.names, self._single = table, names, single
-        self.count = table.count
-        self.several = len(names) > 1 and not single
-        self._field = table.names.index(names[0]) if names else 0
-        self._columns = np.full(len(table.names), -1, np.int64)
-        self._columns[[table.names.index(name) for name in names]] = np.arange(len(names))
+    def __init__(self, table: FieldTable, fields: Sequence[str] | None, path: str) -> None:
+        names = list(table.names) if fields is None else [name.lower() for name in fields]
+        unknown = [name for name in names if name not in table.names]
+        if unknown or len(set(names)) < len(names) or (not names and table.names):
+            some = ", ".join(map(repr, table.names[:20])) or "no fields"
+            raise UsageError(
+                f"no sample has the field {unknown[0]!r}"
+                if unknown
+                else f"invalid fields={fields!r}: each name once, at least one",
+                path=path,
+                hint=f"there are {some}" + (", …" if len(table.names) > 20 else ""),
+            )
+        self.table, self.names, self._path = table, names, path
+        self._any = table.single and fields is None
+        self.several = len(names) > 1 and not self._any
+        self.is_identity = self._any or table.width == 1
+        """Whether a sample's record has its number."""
+        chosen = [table.names.index(name) for name in names]
+        self.columns = np.full(len(table.names), -1, np.int64)
+        """For each field its position in `names`."""
+        self.columns[chosen] = np.arange(len(names))
+        self._field = chosen[0] if chosen else 0
+        self.count = sum(table.counts)
+        self._shown: Selection | None = None
+        """The samples that are shown; None: all."""
+
+    def select(self, indices: Int64s) -> FieldSelection:
+        """Return the same of some samples, in this order."""
+        other = copy.copy(self)
+        other._shown, other.count = Selection(self._samples(indices)), len(indices)
+        return other
+
+    def without(self, records: Int64s) -> FieldSelection:
+        """Return the same without the samples of these records."""
+        return self.select(np.setdiff1d(np.arange(self.count), self.indices(records)))
+
+    @property
+    def key(self) -> object:
+        """Equal if the same is shown."""
+        return tuple(self.names), digest(None if self._shown is None else self._shown.chosen)
+
+    def _samples(self, indices: Int64s) -> Int64s:
+        return indices if self._shown is None else self._shown.numbers(indices)
+
+    def rows(self, indices: Int64s) -> Rows:
+        """Return what is read of samples."""
+        if self.several:
+            return FieldRows(self, self._samples(indices))
+        return Rows(self.numbers(indices))
+
+    def first_records(self, indices: Int64s) -> Int64s:
+        """Return the record of each sample, with several fields its first."""
+        return self.table.starts(self._samples(indices)) if self.several else self.numbers(indices)
 
     def numbers(self, indices: Int64s) -> Int64s:
-        """Return the record of each sample. Raises: FormatError: one has none."""
-        if self._single:
-            return self.table.first_records(indices)
-        found = self.table.column(indices, self._field)
-        if not self.table.is_uniform and len(found) and int(found.min()) < 0:
-            raise self.lacks(int(indices[int(np.argmin(found))]))
+        """Return the record of each sample.
+
+        Raises: FormatError: one has none. UsageError: a sample has several.
+        """
+        if self.several:
+            raise UsageError(
+                f"samples have several fields, {', '.join(map(repr, self.names[:20]))}",
+                path=self._path,
+                hint=f"open the file with one of them, such as fields=[{self.names[0]!r}]",
+            )
+        samples = self._samples(indices)
+        found = self.table.starts(samples) if self._any else self.table.column(samples, self._field)
+        if len(found) and int(found.min()) < 0:
+            raise self._lacks(int(indices[int(np.argmin(found))]))
         return found
 
-    def lacks(self, index: int) -> FormatError:
-        """Return the error of a sample without the field."""
+    def indices(self, numbers: Int64s) -> Int64s:
+        """Return the sample of each record."""
+        samples = self.table.samples_of(numbers)
+        return samples if self._shown is None else self._shown.indices(samples)
+
+    def lacking(self) -> dict[int, FFServeError]:
+        """Return errors for the samples that do not have the one field."""
+        if self._any or self.several or self.table.width:
+            return {}
+        found = self.table.column(np.arange(self.count), self._field)
+        return {index: self._lacks(index) for index in np.flatnonzero(found < 0).tolist()}
+
+    def _lacks(self, index: int) -> FormatError:
         return FormatError(
             f"the sample has no field {self.names[0]!r}",
             index=index,
             hint="on_error='skip' leaves out samples without it",
         )
 
+
+class Rows:
+    """What is read of some samples: one record each, which is given back as it is.
+
+    numbers: of the records. ends: how many of them the first 0, 1, … n samples have; None: as many.
+    """
+
+    ends: Int64s | None = None
+
+    def __init__(self, numbers: Int64s) -> None:
+        self.numbers = numbers
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.numbers)
+
+    def __getitem__(self, part: slice) -> Rows:
+        return Rows(self.numbers[part])
+
     @property
-    def is_identity(self) -> bool:
-        """Whether each record is a sample, so that their numbers are equal."""
-        return self.table.single and not self.several
+    def fields_together(self) -> Rows:
+        """The same, with the records of each field behind each other."""
+        return self
 
-    def indices(self, numbers: Int64s) -> Int64s:
-        """Return the sample of each record."""
-        return self.table.samples_of(numbers)
+    def by_field(self, values: Any) -> Any:
+        """Return values of records as the caller gets them, who asked for samples."""
+        return values
 
-    def without(self) -> Int64s:
-        """Return the samples that do not have the one field."""
-        if self._single or self.several or self.table.is_uniform:
-            return np.zeros(0, np.int64)
-        every = np.arange(self.count, dtype=np.int64)
-        return np.flatnonzero(self.table.column(every, self._field) < 0)
+    def divided(self, batch: Batch) -> Any:
+        """Return a batch, which was read with the fields together, as the caller gets it."""
+        return batch
 
-    def rows(self, indices: Int64s) -> FieldRows:
-        """Return the records of the selected fields of some samples."""
-        numbers, samples, kinds = self.table.rows(indices)
-        columns = self._columns[kinds]
-        if (columns < 0).any():
-            kept = columns >= 0
-            numbers, samples, columns = numbers[kept], samples[kept], columns[kept]
-        return FieldRows(numbers, samples, columns, len(indices))
+    def by_sample(self, failed: dict[int, FFServeError]) -> dict[int, FFServeError]:
+        """Return errors by the positions of samples instead of records; of several the first."""
+        return failed
+
+    def sums(self, sizes: Int64s) -> Int64s:
+        """Return the sum of the values of each sample's records."""
+        return sizes
+
+
+class FieldRows(Rows):
+    """Samples with several fields: a record for each selected field that a sample has.
+
+    Args: samples: their numbers. together: records follow each other by field, not by sample.
+    """
+
+    def __init__(
+        self, selection: FieldSelection, samples: Int64s, *, together: bool = False
+    ) -> None:
+        self._selection, self._samples, self._together = selection, samples, together
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, part: slice) -> FieldRows:
+        return FieldRows(self._selection, self._samples[part], together=self._together)
+
+    @property
+    def fields_together(self) -> FieldRows:
+        """See `Rows`."""
+        return FieldRows(self._selection, self._samples, together=True)
+
+    @cached_property
+    def _records(self) -> tuple[Int64s, Int64s, Int64s]:
+        """The numbers of the records, and for each the positions of its sample and its field."""
+        numbers, positions, kinds = self._selection.table.records(self._samples)
+        columns = self._selection.columns[kinds]
+        kept = columns.argsort(kind="stable") if self._together else np.arange(len(columns))
+        kept = kept[columns[kept] >= 0]
+        return numbers[kept], positions[kept], columns[kept]
+
+    @property
+    def numbers(self) -> Int64s:  # type: ignore[override]
+        """The numbers of the records."""
+        return self._records[0]
+
+    @property
+    def ends(self) -> Int64s:  # type: ignore[override]
+        """See `Rows`."""
+        return np.searchsorted(self._records[1], np.arange(len(self) + 1))
+
+    def by_field(self, values: Iterable[Any]) -> dict[str, list[Any]]:
+        """Return a list for each field; None where a sample has none."""
+        numbers, positions, columns = self._records
+        found = np.full((len(self._selection.names), len(self)), None)
+        found[columns, positions] = np.fromiter(values, object, len(numbers))
+        return dict(zip(self._selection.names, found.tolist(), strict=True))
+
+    def divided(self, batch: Batch) -> dict[str, Batch]:
+        """Return a batch for each field; one that a sample does not have takes no bytes."""
+        _, positions, columns = self._records
+        sizes = np.zeros((len(self._selection.names), len(self) + 1), np.int64)
+        sizes[columns, positions + 1] = np.diff(batch.offsets)
+        offsets = np.cumsum(sizes, axis=1)
+        edges = pairwise([0, *np.cumsum(offsets[:, -1]).tolist()])
+        rows = zip(self._selection.names, edges, offsets, strict=True)
+        return {name: Batch(batch.buffer[low:high], own) for name, (low, high), own in rows}
+
+    def by_sample(self, failed: dict[int, FFServeError]) -> dict[int, FFServeError]:
+        """See `Rows`."""
+        found: dict[int, FFServeError] = {}
+        for position in sorted(failed):
+            found.setdefault(int(self._records[1][position]), failed[position])
+        return found
+
+    def sums(self, sizes: Int64s) -> Int64s:
+        """See `Rows`."""
+        return np.bincount(self._records[1], sizes, len(self)).astype(np.int64)
+
+
+def rows_of(batch: Mapping[str, Sequence[T]]) -> list[dict[str, T]]:
+    """Return the samples of a batch of several fields, each a dict."""
+    rows = zip(*batch.values(), strict=True)
+    return [dict(zip(batch, values, strict=True)) for values in rows]
+
+
+def copies(batch: Any) -> Iterator[Any]:
+    """Yield the samples of a batch, in memory of their own."""
+    if not isinstance(batch, dict):
+        yield from (sample.copy() for sample in batch)
+        return
+    for row in rows_of(batch):
+        yield {name: None if one is None else one.copy() for name, one in row.items()}

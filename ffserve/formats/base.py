@@ -15,7 +15,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
@@ -353,6 +353,38 @@ class ScannedShard(Shard, Protocol):
         Args: read_at: the file. records: their numbers, at least one.
         """
         ...
+
+
+@dataclass(kw_only=True)
+class TableShard:
+    """A scanned shard whose records are stored as they are, with its tables in memory."""
+
+    path: str
+    size: int
+    count: int
+    fingerprint: int
+    offsets: UInt64s = field(repr=False)
+    lengths: UInt64s = field(repr=False)
+    checksums: UInt32s = field(repr=False)
+    sound: bool = True
+    """Whether a tolerant scan skipped nothing."""
+    format: str
+    checksum_kind: int = CHECKSUM_NONE
+
+    def load(self, offsets: UInt64s, lengths: UInt64s, checksums: UInt32s) -> None:
+        """Fill the caller's arrays.
+
+        Args:    offsets, lengths, checksums: arrays of ``count`` entries, overwritten.
+        Raises:  UsageError: arrays of another shape.
+        """
+        for name, into, table in (
+            ("offsets", offsets, self.offsets),
+            ("lengths", lengths, self.lengths),
+            ("checksums", checksums, self.checksums),
+        ):
+            if into.shape != (self.count,):
+                raise UsageError(f"{name} has shape {into.shape}, but must have ({self.count},)")
+            into[:] = table
 
 
 @runtime_checkable

@@ -64,6 +64,18 @@ class Members:
         return _HEAD.pack(self.samples, self.skipped, self.uniform) + names
 
     @classmethod
+    def of_kinds(
+        cls, kinds: UInt32s, fields: tuple[str, ...], skipped: int, blocks: tuple[bytes, ...]
+    ) -> Members:
+        """Return what records of these kinds are."""
+        row = np.arange(len(fields), dtype=np.uint32)
+        row[:1] |= np.uint32(FIRST)
+        uniform = bool(fields) and not len(kinds) % len(fields)
+        uniform = uniform and bool((kinds.reshape(-1, len(fields)) == row).all())
+        samples = np.count_nonzero(kinds & np.uint32(FIRST))
+        return cls(fields, int(samples), skipped, uniform, blocks)
+
+    @classmethod
     def of(cls, about: bytes, records: int, path: str = "") -> Members:
         """Return what `about` has returned. Raises: FormatError: these are no such bytes."""
         if len(about) >= _HEAD.size:
@@ -93,18 +105,18 @@ def unpacked(block: bytes, path: str = "") -> list[bytes]:
     raise FormatError("a block of names is damaged", path=path)
 
 
-def is_uniform(kinds: UInt32s, fields: int) -> bool:
-    """Whether all samples have all fields in order, so that records follow from arithmetic."""
-    if not fields or len(kinds) % fields:
-        return False
-    rows = kinds.reshape(-1, fields)
-    wanted = np.arange(fields, dtype=np.uint32)
-    wanted[0] |= FIRST
-    return bool((rows == wanted).all())
-
-
 def split_name(name: bytes) -> tuple[bytes, bytes]:
     """Split a member's name into key and field, at the first dot of its last part."""
     folder, slash, last = name.rpartition(b"/")
     stem, _, field = last.partition(b".")
     return folder + slash + stem, field.lower()
+
+
+def key_of(name: bytes) -> str:
+    """Return the key of the sample that a member belongs to."""
+    return as_text(split_name(name)[0])
+
+
+def as_text(name: bytes) -> str:
+    """Return a name, with surrogates as those of `os.listdir`."""
+    return name.decode(errors="surrogateescape")

@@ -17,36 +17,37 @@ from __future__ import annotations
 import struct
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from ffserve.dtypes import Int64s, UInt32s, UInt64s
+from ffserve.engine import tar
 from ffserve.engine.tar import (
     BLOCK_SIZE,
     MOST_FIELDS,
     MOST_NAME,
     MOST_PAX,
-    TarScanner,
+    Tables,
     header_is_valid,
 )
 from ffserve.errors import FFServeError, FormatError, TruncatedError, UsageError
 from ffserve.formats import members
 from ffserve.formats.base import (
-    CHECKSUM_NONE,
     HEAD_SIZE,
     PIECE_SIZE,
     Admit,
     Encoder,
     ReadAt,
+    TableShard,
     read_exactly,
     refuse_options,
     scan_fingerprint,
     unbounded,
 )
 from ffserve.formats.foreign import kind_of
-from ffserve.formats.members import BLOCK_COUNT, FIRST, Members
+from ffserve.formats.members import BLOCK_COUNT, Members, split_name
 
 LARGE_SIZE = 64 << 10
 """From members of this size on, the scan reads headers only."""
@@ -59,56 +60,70 @@ LINK_SIZE = 300
 RECORD_SIZE = 10_240
 """Archives are written in multiples of this many bytes."""
 
-_KEPT = struct.Struct("<IQQI")
-"""Checksum of the headers, samples, skipped files, bytes of the fields' names. These names, offsets
-and the sizes of the blocks of names follow, and the blocks."""
+_KEPT = struct.Struct("<II")
+"""Checksum of the headers, size of the description (`Members.about`). It follows, then the offsets
+of the records, the sizes of the blocks of names, and these blocks."""
 _RESTORE = "restore the file, or write it anew"
+_FAULTS = {
+    "BAD_CHECKSUM": ("a header does not match its checksum", _RESTORE),
+    "BAD_NUMBER": ("a header has a field that is not a number", _RESTORE),
+    "CUT_HEADER": ("the file ends inside a header", _RESTORE),
+    "CUT_MEMBER": (
+        "the file ends early: {name} has {length} bytes, of which only {left} are left",
+        _RESTORE,
+    ),
+    "CUT_ZEROS": ("the file ends early: the zeros behind {name} are missing", _RESTORE),
+    "BAD_PAX": ("an extended header is malformed", _RESTORE),
+    "LONG_PAX": (f"an extended header has more than {MOST_PAX} bytes", _RESTORE),
+    "LONG_NAME": (f"a name has more than {MOST_NAME} bytes", _RESTORE),
+    "GLOBAL": ("a global header has a name or a size for all members", _RESTORE),
+    "SPARSE": ("{name} is a sparse file", "create the archive without --sparse"),
+    "TWICE": ("the sample {key} has two members {field}", "give each sample a key of its own"),
+    "FIELDS": (
+        f"its members have more than {MOST_FIELDS} different extensions, or long ones",
+        "an extension begins at the first dot of a name; `ffserve convert` takes archives of other "
+        "names",
+    ),
+    "NO_MEMBER": ("an extended header is the last one", _RESTORE),
+}
+"""Text and hint of each fault of a header (tar.h)."""
 
 
-@dataclass
-class TarShard:
-    """One archive after its scan."""
+@dataclass(kw_only=True)
+class TarShard(TableShard):
+    """One archive after its scan. Its checksums are the kinds of its records, see `members.py`."""
 
-    path: str
-    size: int
-    count: int
-    fingerprint: int
     members: Members
     digest: int
-    offsets: UInt64s = field(repr=False)
-    lengths: UInt64s = field(repr=False)
-    checksums: UInt32s = field(repr=False)
-    """The kind of each record, see `members.py`."""
-    sound: bool = True
-    """Whether the file ends where a member does."""
     format: str = "tar"
-    checksum_kind: int = CHECKSUM_NONE
 
-    def load(self, offsets: UInt64s, lengths: UInt64s, checksums: UInt32s) -> None:
-        """Fill the caller's arrays.
-
-        Args:    offsets, lengths, checksums: arrays of ``count`` entries, overwritten.
-        Raises:  UsageError: arrays of another shape.
-        """
-        for name, into, table in (
-            ("offsets", offsets, self.offsets),
-            ("lengths", lengths, self.lengths),
-            ("checksums", checksums, self.checksums),
-        ):
-            if into.shape != (self.count,):
-                raise UsageError(f"{name} has shape {into.shape}, but must have ({self.count},)")
-            into[:] = table
+    @classmethod
+    def of(
+        cls, path: str, size: int, about: Members, digest: int, tables: Tables, *, sound: bool
+    ) -> TarShard:
+        """Return a shard. Args: tables: offsets, lengths and kinds of the records."""
+        offsets, lengths, kinds = tables
+        return cls(
+            path=path,
+            size=size,
+            count=len(lengths),
+            fingerprint=scan_fingerprint("tar", lengths, kinds, size)
+            ^ digest * 0x9E37_79B9_7F4A_7C15 % (1 << 64),
+            members=about,
+            digest=digest,
+            offsets=offsets,
+            lengths=lengths,
+            checksums=kinds,
+            sound=sound,
+        )
 
     @property
     def kept(self) -> bytes:
         """What an index file keeps besides lengths and kinds."""
-        about, blocks = self.members, self.members.blocks
-        names = b"".join(
-            name.encode(errors="surrogateescape") + b"\0" for name in self.members.fields
-        )
-        head = _KEPT.pack(self.digest, about.samples, about.skipped, len(names))
+        about, blocks = self.members.about, self.members.blocks
         sizes = np.array([len(block) for block in blocks], "<u4").tobytes()
-        return b"".join((head, names, self.offsets.astype("<u8").tobytes(), sizes, *blocks))
+        head = _KEPT.pack(self.digest, len(about))
+        return b"".join((head, about, self.offsets.astype("<u8").tobytes(), sizes, *blocks))
 
     def agrees(self, read_at: ReadAt, records: Int64s) -> bool:
         """Whether a file has these records; see `Tar.agrees`."""
@@ -124,118 +139,86 @@ class _HeaderScan:
     ) -> None:
         self._read_at, self._size, self._path = read_at, size, path
         self._admit = admit
-        self.scanner = TarScanner(size, tolerant=tolerant)
-        self._window = bytearray(0)
+        self._scanner = tar.TarScanner(size, min(size, PIECE_SIZE), tolerant=tolerant)
+        self._tables: list[Tables] = []
         self._blocks: list[bytes] = []
-        self._names_size = 0
+        self._count = self._names_size = 0
         self._links: dict[int, bytes] = {}
 
-    def run(self) -> tuple[bytes, ...]:
-        """Scan the file; return the blocks of names."""
-        scanner, window = self.scanner, 64 << 10
+    def run(self) -> TarShard:
+        """Scan the file."""
+        scanner, most = self._scanner, 64 << 10
         while True:
+            base, wanted = scanner.at, scanner.wanted
             large = scanner.last_length >= LARGE_SIZE
-            base = scanner.at
-            view = self._bytes(base, max(scanner.wanted, HEADER_SIZE if large else window))
-            window = min(2 * window, PIECE_SIZE)
-            while (stop := scanner.feed(view, base)) in (scanner.NAMES, scanner.LINK):
-                if stop == scanner.NAMES:
-                    self._take_names()
+            size = min(max(wanted, HEADER_SIZE if large else most), self._size - base)
+            most = min(2 * most, PIECE_SIZE)
+            read_exactly(self._read_at, base, scanner.window[:size], self._path)
+            while (stop := scanner.feed(base, size)) in (tar.ROWS, tar.LINK):
+                if stop == tar.ROWS:
+                    self._take()
                 elif len(self._links) == MOST_LINKS:
                     raise self._error(f"it has more than {MOST_LINKS} hard links")
                 else:
-                    self._links[scanner.count - 1] = scanner.link
-            more = self._names_size + LINK_SIZE * len(self._links)
-            self._admit(scanner.count, more)
-            if stop == scanner.END:
-                self._take_names()
-                self._follow_links()
-                return tuple(self._blocks)
-            if stop != scanner.MORE:
+                    self._links[self._count + scanner.held - 1] = scanner.link
+            if stop == tar.END:
+                return self._finished()
+            if stop != tar.MORE:
                 raise self._fault()
 
-    def _bytes(self, base: int, want: int) -> memoryview:
-        """Return ``want`` bytes of the file from ``base`` on, or all up to its end."""
-        want = min(want, self._size - base)
-        if len(self._window) < want:
-            self._window = bytearray(want)
-        view = memoryview(self._window)[:want]
-        read_exactly(self._read_at, base, view, self._path)
-        return view
-
-    def _take_names(self) -> None:
-        if names := self.scanner.take_names():
+    def _take(self) -> None:
+        names, tables = self._scanner.take()
+        if names:
             self._blocks.append(members.packed(names))
             self._names_size += len(self._blocks[-1]) + 64
+        self._tables.append(tables)
+        self._count += len(tables[0])
+        self._admit(self._count, self._names_size + LINK_SIZE * len(self._links))
 
-    def _follow_links(self) -> None:
+    def _finished(self) -> TarShard:
+        self._take()
+        offsets, lengths, kinds = map(np.concatenate, zip(*self._tables, strict=True))
+        self._follow_links(offsets, lengths)
+        digest, skipped, cut = self._scanner.totals
+        fields = tuple(map(members.as_text, self._scanner.fields()))
+        about = Members.of_kinds(kinds, fields, skipped, tuple(self._blocks))
+        tables = offsets, lengths, kinds
+        return TarShard.of(self._path, self._size, about, digest, tables, sound=not cut)
+
+    def _follow_links(self, offsets: UInt64s, lengths: UInt64s) -> None:
         """Give hard links the bytes of the last member before them that has the name."""
-        if not self._links:
-            return
-        offsets, lengths, _ = self.scanner.tables()
         latest = dict.fromkeys(self._links.values(), -1)
-        record = 0
-        for block in self._blocks:
-            for name in members.unpacked(block):
-                if (target := self._links.get(record)) is not None:
-                    found = latest[target]
-                    if found < 0:
-                        raise self._error(
-                            f"the member {_text(name)} is a hard link to {_text(target)}, which "
-                            "is no member of a sample before it"
-                        )
-                    offsets[record], lengths[record] = offsets[found], lengths[found]
-                if name in latest:
-                    latest[name] = record
-                record += 1
+        names = (name for block in self._blocks for name in members.unpacked(block))
+        for record, name in enumerate(names if latest else ()):
+            if (target := self._links.get(record)) is not None:
+                if (found := latest[target]) < 0:
+                    raise self._error(
+                        f"the member {_text(name)} is a hard link to {_text(target)}, which is no "
+                        "member of a sample before it"
+                    )
+                offsets[record], lengths[record] = offsets[found], lengths[found]
+            if name in latest:
+                latest[name] = record
 
-    def _error(
-        self, text: str, kind: type[FFServeError] = FormatError, hint: str = _RESTORE
-    ) -> FFServeError:
-        return kind(text, path=self._path, offset=self.scanner.at, hint=hint)
+    def _error(self, text: str, hint: str = _RESTORE, *, cut: bool = False) -> FFServeError:
+        kind = TruncatedError if cut else FormatError
+        return kind(text, path=self._path, offset=self._scanner.at, hint=hint)
 
     def _fault(self) -> FFServeError:
         """Return the error for what the scanner has stopped at."""
-        s = self.scanner
+        s, fault = self._scanner, self._scanner.fault
+        foreign = kind_of(bytes(s.window[:HEAD_SIZE]), self._path)
+        if fault == "BAD_CHECKSUM" and not s.at and foreign is not None:
+            text, hint = f"this is {foreign.name}", "`ffserve convert` makes a tar file of it"
+            return self._error(text, hint if foreign.package == "tarfile" else _RESTORE)
+        left = self._size - s.at - BLOCK_SIZE
+        if fault == "CUT_MEMBER" and left >= s.last_length:
+            fault = "CUT_ZEROS"
+        text, hint = _FAULTS[fault]
+        key, field = map(_text, split_name(s.name))
         name = f"the member {_text(s.name)}"
-        if s.fault == s.BAD_CHECKSUM and not s.at:
-            head = bytes(self._bytes(0, min(self._size, HEAD_SIZE)))
-            if (kind := kind_of(head, self._path)) is not None:
-                text, hint = f"this is {kind.name}", "`ffserve convert` makes a tar file of it"
-                return self._error(text, hint=hint if kind.package == "tarfile" else _RESTORE)
-        if s.fault == s.CUT_HEADER:
-            return self._error("the file ends inside a header", TruncatedError)
-        if s.fault == s.CUT_MEMBER:
-            left = self._size - s.at - BLOCK_SIZE
-            text = f"{name} has {s.last_length} bytes, of which only {left} are left"
-            if left >= s.last_length:
-                text = f"the zeros behind {name} are missing"
-            return self._error(f"the file ends early: {text}", TruncatedError)
-        if s.fault == s.SPARSE:
-            hint = "create the archive without --sparse"
-            return self._error(f"{name} is a sparse file", hint=hint)
-        if s.fault == s.TWICE:
-            key, extension = (_text(part) for part in members.split_name(s.name))
-            text = f"the sample {key} has two members {extension}"
-            return self._error(text, hint="give each sample a key of its own")
-        if s.fault == s.FIELDS:
-            return self._error(
-                f"its members have more than {MOST_FIELDS} different extensions, or long ones",
-                hint="an extension begins at the first dot of a name; `ffserve convert` takes "
-                "archives of other names",
-            )
-        return self._error(_FAULTS[s.fault])
-
-
-_FAULTS = {
-    TarScanner.BAD_CHECKSUM: "a header does not match its checksum",
-    TarScanner.BAD_NUMBER: "a header has a field that is not a number",
-    TarScanner.BAD_PAX: "an extended header is malformed",
-    TarScanner.LONG_PAX: f"an extended header has more than {MOST_PAX} bytes",
-    TarScanner.LONG_NAME: f"a name has more than {MOST_NAME} bytes",
-    TarScanner.GLOBAL: "a global header has a name or a size for all members",
-    TarScanner.NO_MEMBER: "an extended header is the last one",
-}
+        text = text.format(name=name, length=s.last_length, left=left, key=key, field=field)
+        return self._error(text, hint, cut=fault.startswith("CUT"))
 
 
 def _text(name: bytes) -> str:
@@ -354,15 +337,7 @@ class Tar:
         """
         if not size:
             raise TruncatedError("the file is empty", path=path, offset=0, hint=_RESTORE)
-        scan = _HeaderScan(read_at, size, path, tolerant=tolerant, admit=admit)
-        blocks, scanner = scan.run(), scan.scanner
-        offsets, lengths, kinds = scanner.tables()
-        fields = tuple(name.decode(errors="surrogateescape") for name in scanner.fields())
-        uniform = members.is_uniform(kinds, len(fields))
-        about = Members(fields, scanner.samples, scanner.skipped, uniform, blocks)
-        return _shard(
-            path, size, about, scanner.digest, offsets, lengths, kinds, sound=not scanner.cut
-        )
+        return _HeaderScan(read_at, size, path, tolerant=tolerant, admit=admit).run()
 
     def restore(
         self, lengths: UInt64s, checksums: UInt32s, kept: bytes, size: int, path: str
@@ -372,32 +347,23 @@ class Tar:
         Returns: None if such records cannot be in a file of ``size`` bytes.
         """
         count, blocks_count = len(lengths), -(-len(lengths) // BLOCK_COUNT)
-        if len(kept) < _KEPT.size:
+        try:
+            digest, about_size = _KEPT.unpack_from(kept)
+            at = _KEPT.size + about_size
+            stated = Members.of(kept[_KEPT.size : at], count)
+            offsets = np.frombuffer(kept, "<u8", count, at).astype(np.uint64)
+            sizes = np.frombuffer(kept, "<u4", blocks_count, at + 8 * count)
+        except (struct.error, ValueError, FormatError):
             return None
-        digest, samples, skipped, names_size = _KEPT.unpack_from(kept)
-        at = _KEPT.size + names_size
         end = at + 8 * count + 4 * blocks_count
-        if end > len(kept):
-            return None
-        offsets = np.frombuffer(kept, "<u8", count, at).astype(np.uint64)
-        sizes = np.frombuffer(kept, "<u4", blocks_count, at + 8 * count).astype(np.int64)
-        edges = [end, *(end + np.cumsum(sizes)).tolist()]
-        names = kept[_KEPT.size : at].split(b"\0")
+        edges = [end, *(end + np.cumsum(sizes, dtype=np.int64)).tolist()]
+        blocks = tuple(kept[low:high] for low, high in pairwise(edges))
+        about = Members.of_kinds(checksums, stated.fields, stated.skipped, blocks)
         limit = np.uint64(size)
-        if edges[-1] != len(kept) or names[-1] or not (offsets <= limit).all():
+        fits = (offsets <= limit).all() and (lengths <= limit - offsets).all()
+        if edges[-1] != len(kept) or not fits or about.about != stated.about:
             return None
-        fits = bool((lengths <= limit - offsets).all())
-        known = bool(((checksums & np.uint32(FIRST - 1)) < len(names) - 1).all())
-        begins = int(np.count_nonzero(checksums & np.uint32(FIRST)))
-        if not fits or not known or begins != samples or (count and not checksums[0] & FIRST):
-            return None
-        fields = tuple(name.decode(errors="surrogateescape") for name in names[:-1])
-        if bool(fields) != bool(count):
-            return None
-        blocks = tuple(kept[a:b] for a, b in pairwise(edges))
-        uniform = members.is_uniform(checksums, len(fields))
-        about = Members(fields, samples, skipped, uniform, blocks)
-        return _shard(path, size, about, digest, offsets, lengths, checksums)
+        return TarShard.of(path, size, about, digest, (offsets, lengths, checksums), sound=True)
 
     def agrees(
         self, read_at: ReadAt, offsets: UInt64s, lengths: UInt64s, checksums: UInt32s
@@ -431,32 +397,6 @@ class Tar:
         options = {"dialect": dialect, "max_chunk_size": max_chunk_size}
         refuse_options(self.name, options | {"compression": compression})
         return TarEncoder()
-
-
-def _shard(
-    path: str,
-    size: int,
-    about: Members,
-    digest: int,
-    offsets: UInt64s,
-    lengths: UInt64s,
-    kinds: UInt32s,
-    *,
-    sound: bool = True,
-) -> TarShard:
-    headers = scan_fingerprint("tar", lengths, kinds, size)
-    return TarShard(
-        path=path,
-        size=size,
-        count=len(lengths),
-        fingerprint=headers ^ digest * 0x9E37_79B9_7F4A_7C15 % (1 << 64),
-        members=about,
-        digest=digest,
-        offsets=offsets,
-        lengths=lengths,
-        checksums=kinds,
-        sound=sound,
-    )
 
 
 FORMAT = Tar()

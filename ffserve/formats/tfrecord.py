@@ -24,7 +24,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -42,6 +42,7 @@ from ffserve.formats.base import (
     Heads,
     ReadAt,
     SmallShards,
+    TableShard,
     next_data,
     read_exactly,
     refuse_options,
@@ -64,42 +65,13 @@ _HEADER = struct.Struct("<QI")
 _FOOTER = struct.Struct("<I")
 
 
-@dataclass
-class TFRecordShard:
-    """One uncompressed TFRecord file after its scan."""
+@dataclass(kw_only=True)
+class TFRecordShard(TableShard):
+    """One uncompressed TFRecord file after its scan. Its checksums are the CRC-32C of payloads,
+    unmasked."""
 
-    path: str
-    size: int
-    count: int
-    fingerprint: int
-    offsets: UInt64s = field(repr=False)
-    lengths: UInt64s = field(repr=False)
-    checksums: UInt32s = field(repr=False)
-    """CRC-32C of each payload, unmasked."""
-    sound: bool = True
-    """Whether a tolerant scan skipped nothing."""
     format: str = "tfrecord"
     checksum_kind: int = CHECKSUM_CRC32C
-
-    def load(
-        self,
-        offsets: UInt64s,
-        lengths: UInt64s,
-        checksums: UInt32s,
-    ) -> None:
-        """Fill the caller's arrays.
-
-        Args:    offsets, lengths, checksums: arrays of ``count`` entries, overwritten.
-        Raises:  UsageError: arrays of another shape.
-        """
-        for name, into, table in (
-            ("offsets", offsets, self.offsets),
-            ("lengths", lengths, self.lengths),
-            ("checksums", checksums, self.checksums),
-        ):
-            if into.shape != (self.count,):
-                raise UsageError(f"{name} has shape {into.shape}, but must have ({self.count},)")
-            into[:] = table
 
     @property
     def kept(self) -> bytes:

@@ -196,7 +196,7 @@ def test_positions_count_samples(tmp_path: Path, own: Daemon) -> None:
     with own.open(path) as reader:
         reader.announce(range(60))
         records = np.cumsum([3 - (k % 3 == 0) for k in range(60)]).tolist()
-        assert [reader._records_up_to(0, k) for k in (0, 1, 2, 60, 99)] == [  # type: ignore[attr-defined]
+        assert [reader._counted(0, k)[1] for k in (0, 1, 2, 60, 99)] == [
             0, records[0], records[1], records[59], records[59],
         ]  # fmt: skip
         for k in range(0, 60, 6):

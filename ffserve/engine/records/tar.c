@@ -82,7 +82,7 @@ int ffs_tar_header_is_valid(const uint8_t *p)
     return stored == (int64_t)sum || stored == (int64_t)sum - 256 * (int64_t)high;
 }
 
-static int fault(ffs_tar_scan *s, int what)
+static int fault(ffs_tar_scan *s, ffs_tar_fault what)
 {
     s->fault = what;
     return FFS_TAR_FAULT;
@@ -235,9 +235,9 @@ static int enter(ffs_tar_scan *s, uint64_t offset, uint64_t length, int link)
     s->last_seen[field] = s->samples;
     memcpy(s->names + s->names_size, s->name, size + 1);
     s->names_size += (int64_t)size + 1;
-    s->offsets[s->count] = offset;
-    s->lengths[s->count] = length;
-    s->kinds[s->count++] = (uint32_t)field | (first ? FFS_TAR_FIRST : 0);
+    s->offsets[s->held] = offset;
+    s->lengths[s->held] = length;
+    s->kinds[s->held++] = (uint32_t)field | (first ? FFS_TAR_FIRST : 0);
     return link ? FFS_TAR_LINK : FFS_TAR_MORE;
 }
 
@@ -249,9 +249,9 @@ static void enter_cut(ffs_tar_scan *s, uint64_t left)
         field_of(s, (const uint8_t *)"?", 1);
     memcpy(s->names + s->names_size, "?", 2);
     s->names_size += 2;
-    s->offsets[s->count] = s->at;
-    s->lengths[s->count] = left + 1;
-    s->kinds[s->count++] = FFS_TAR_FIRST;
+    s->offsets[s->held] = s->at;
+    s->lengths[s->held] = left + 1;
+    s->kinds[s->held++] = FFS_TAR_FIRST;
     s->samples++;
     s->cut = 1;
     s->at = s->file_size;
@@ -292,10 +292,8 @@ int ffs_tar(ffs_tar_scan *s, const uint8_t *window, uint64_t base, uint64_t size
         s->wanted = BLOCK;
         if (!left)
             return s->extended ? fault(s, FFS_TAR_NO_MEMBER) : FFS_TAR_END;
-        if (s->count == s->room || s->names_room - s->names_size <= FFS_TAR_MOST_NAME)
-            return FFS_TAR_FULL;
-        if (s->names_size > 0 && s->count % FFS_TAR_BLOCK_COUNT == 0)
-            return FFS_TAR_NAMES;
+        if (s->held == FFS_TAR_BLOCK_COUNT)
+            return FFS_TAR_ROWS;
         if (left < BLOCK) {
             if (!s->tolerant)
                 return fault(s, FFS_TAR_CUT_HEADER);

@@ -11,28 +11,29 @@
 
 /* cdef */
 #define FFS_TAR_MORE 0  /* needs a window with `wanted` bytes from `at` on, or all that is left */
-#define FFS_TAR_FULL 1  /* the tables, or `names`, have no room for another member */
-#define FFS_TAR_NAMES 2 /* a block of names is complete: take and clear `names` */
-#define FFS_TAR_LINK 3  /* the last member is a hard link to the one with the name `link` */
-#define FFS_TAR_END 4   /* the archive has ended, by a block of zeros or with the file */
-#define FFS_TAR_FAULT 5 /* the header at `at` is none, or is not supported: see `fault` */
+#define FFS_TAR_ROWS 1  /* the table is full: take the rows and clear `held` and `names_size` */
+#define FFS_TAR_LINK 2  /* the last member is a hard link to the one with the name `link` */
+#define FFS_TAR_END 3   /* the archive has ended, by a block of zeros or with the file */
+#define FFS_TAR_FAULT 4 /* the header at `at` is none, or is not supported: see `fault` */
 
-#define FFS_TAR_BAD_CHECKSUM 1 /* the header does not match its checksum */
-#define FFS_TAR_BAD_NUMBER 2   /* a field of the header is not a number */
-#define FFS_TAR_CUT_HEADER 3   /* the file ends inside a header */
-#define FFS_TAR_CUT_MEMBER 4   /* the file ends inside the member, of which `length` is the size */
-#define FFS_TAR_BAD_PAX 5      /* an extended header is malformed */
-#define FFS_TAR_LONG_PAX 6     /* an extended header is too large */
-#define FFS_TAR_LONG_NAME 7    /* a name is too long */
-#define FFS_TAR_GLOBAL 8       /* a global header has a name or a size for all members */
-#define FFS_TAR_SPARSE 9       /* the member is a sparse file */
-#define FFS_TAR_TWICE 10       /* the sample has a field of this name already */
-#define FFS_TAR_FIELDS 11      /* more fields than FFS_TAR_MOST_FIELDS */
-#define FFS_TAR_NO_MEMBER 12   /* an extended header without a member behind it */
+typedef enum {
+    FFS_TAR_BAD_CHECKSUM = 1, /* the header does not match its checksum */
+    FFS_TAR_BAD_NUMBER,       /* a field of the header is not a number */
+    FFS_TAR_CUT_HEADER,       /* the file ends inside a header */
+    FFS_TAR_CUT_MEMBER,       /* the file ends inside the member, of which `length` is the size */
+    FFS_TAR_BAD_PAX,          /* an extended header is malformed */
+    FFS_TAR_LONG_PAX,         /* an extended header is too large */
+    FFS_TAR_LONG_NAME,        /* a name is too long */
+    FFS_TAR_GLOBAL,           /* a global header has a name or a size for all members */
+    FFS_TAR_SPARSE,           /* the member is a sparse file */
+    FFS_TAR_TWICE,            /* the sample has a field of this name already */
+    FFS_TAR_FIELDS,           /* more fields than FFS_TAR_MOST_FIELDS */
+    FFS_TAR_NO_MEMBER,        /* an extended header without a member behind it */
+} ffs_tar_fault;
 
 #define FFS_TAR_BLOCK 512
 #define FFS_TAR_FIRST 0x80000000 /* in `kinds`: the member is the first of a sample */
-#define FFS_TAR_BLOCK_COUNT 1024 /* members whose names are a block */
+#define FFS_TAR_BLOCK_COUNT 1024 /* members of a table, whose names are a block */
 #define FFS_TAR_MOST_NAME 4096   /* bytes of a name */
 #define FFS_TAR_MOST_PAX 1048576 /* bytes of an extended header */
 #define FFS_TAR_MOST_FIELDS 1024
@@ -42,17 +43,17 @@
 typedef struct {
     uint64_t file_size, at;      /* at: of the next header; all members before it were seen */
     uint64_t wanted;             /* out: with FFS_TAR_MORE */
-    uint64_t *offsets, *lengths; /* of contents, `room` each; both 0 for a hard link */
-    uint32_t *kinds;             /* number of the field, | FFS_TAR_FIRST */
-    int64_t count, room;
+    int64_t held;                /* rows of the table */
+    uint64_t offsets[FFS_TAR_BLOCK_COUNT], lengths[FFS_TAR_BLOCK_COUNT]; /* 0, 0: a hard link */
+    uint32_t kinds[FFS_TAR_BLOCK_COUNT]; /* number of the field, | FFS_TAR_FIRST */
+    uint8_t *names; /* of the rows, each with a zero behind it; with room for the longest */
+    int64_t names_size;
     int64_t samples, skipped; /* skipped: regular files without a field */
     int32_t tolerant;         /* a member that the file cuts is the last one */
     int32_t cut;              /* out: there was one */
-    int32_t fault;            /* out: with FFS_TAR_FAULT */
+    ffs_tar_fault fault;      /* out: with FFS_TAR_FAULT */
     uint32_t digest;          /* CRC-32C of the headers so far */
     uint64_t length;          /* out: size of the last member that was seen, 0 before the first */
-    uint8_t *names;           /* those of the last members, each with a zero behind it */
-    int64_t names_size, names_room;
     uint8_t field_names[FFS_TAR_FIELD_ROOM]; /* each with a zero behind it */
     int64_t field_size, field_count;
     uint8_t name[FFS_TAR_MOST_NAME + 1]; /* of the member in question */
@@ -68,7 +69,7 @@ typedef struct {
 } ffs_tar_scan;
 
 /* Continue through the file's bytes [base, base + size). Returns one of FFS_TAR_*. `key_size` is -1
- * at first, all else 0 but the tables, their room and the size of the file. */
+ * at first, all else 0 but `names` and the size of the file. */
 int ffs_tar(ffs_tar_scan *scan, const uint8_t *window, uint64_t base, uint64_t size);
 
 /* Whether a header matches its checksum. */
