@@ -331,11 +331,10 @@ class Reader(BaseReader):
 
     async def sizes(self, indices: Any = None) -> Int64s:
         """Return lengths in bytes, int64[n], as `ffserve.Reader.sizes`; None for all."""
-        rows = self._rows_or_all(indices)
-        numbers = None if rows is None else rows.numbers
+        rows = self._rows(indices)
         with self._by_index():
-            sizes = await self._retrying(lambda state, source: state.sizes(source, numbers))
-        return sizes if rows is None else rows.sums(sizes)
+            sizes = await self._retrying(lambda state, source: state.sizes(source, rows.numbers))
+        return rows.sums(sizes)
 
     async def _leave_out_damaged(self) -> None:
         bad: dict[int, FFServeError] = {}

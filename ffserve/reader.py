@@ -255,10 +255,6 @@ class BaseReader:
         """Return the indices of numbers that `sample_numbers` returned."""
         return numbers if self._numbering is None else self._numbering.indices(numbers)
 
-    def _rows_or_all(self, indices: Any) -> Rows | None:
-        """Return what is read; None: all samples of the files."""
-        return None if indices is None and self._numbering is None else self._rows(indices)
-
     def _named(self, error: FFServeError, position: int, numbers: Int64s) -> FFServeError:
         if self._numbering is None:
             return error
@@ -297,18 +293,18 @@ class BaseReader:
 
     def _leave_out(self, bad: dict[int, FFServeError]) -> None:
         """Hide these samples, by number."""
-        numbers, damaged = np.array(list(bad), np.int64), bad
+        numbers = np.array(list(bad), np.int64)
         if self._fields is not None:
-            damaged = {}
             samples = self._fields.table.samples_of(numbers).tolist()
-            for index, error in zip(samples, bad.values(), strict=True):
-                damaged.setdefault(index, error.located(index=index))
-        self._damaged += damaged.values()
+            found, bad = zip(samples, bad.values(), strict=True), {}
+            for index, error in found:
+                bad.setdefault(index, error.located(index=index))
+        self._damaged += bad.values()
         self._hide(numbers)
 
     def _hide(self, numbers: Int64s) -> None:
         if isinstance(self._numbering, FieldSelection):
-            self._numbering = self._numbering.without(numbers)
+            self._numbering = self._numbering.without(self._numbering.indices(numbers))
             return
         if isinstance(self._numbering, Selection):
             shown = self._numbers(None)
@@ -446,7 +442,7 @@ class BaseReader:
         self._numbering = self._fields
         if self._request.tolerant and (lacking := self._fields.lacking()):
             self._damaged += lacking.values()
-            self._numbering = self._fields.select(np.setdiff1d(np.arange(len(self)), [*lacking]))
+            self._numbering = self._fields.without(np.array([*lacking]))
 
     @property
     def fields(self) -> list[str]:
@@ -972,10 +968,6 @@ class Reader(BaseReader, Sequence[Bytes]):
     def _estimates_of(self, rows: Rows) -> Int64s:
         return rows.sums(self._retrying(lambda source: source.estimate(rows.numbers)))
 
-    def _sizes_of(self, numbers: Int64s | None) -> Int64s:
-        with self._by_index():
-            return self._retrying(lambda source: source.sizes(numbers))
-
     def sizes(self, indices: Any = None) -> Int64s:
         """Return lengths in bytes, int64[n]; None for all.
 
@@ -983,9 +975,9 @@ class Reader(BaseReader, Sequence[Bytes]):
 
         Cost: no sample is read, except those in chunks (RecordIO) that were never decoded before.
         """
-        if (rows := self._rows_or_all(indices)) is None:
-            return self._sizes_of(None)
-        return rows.sums(self._sizes_of(rows.numbers))
+        rows = self._rows(indices)
+        with self._by_index():
+            return rows.sums(self._retrying(lambda source: source.sizes(rows.numbers)))
 
     def tables(
         self, shard: int
@@ -1153,10 +1145,6 @@ class StreamReader(Reader):
 
     def __bool__(self) -> bool:
         return not self._indexed or len(self) > 0
-
-    def _rows_or_all(self, indices: Any) -> Rows | None:
-        self.open_by_index()
-        return super()._rows_or_all(indices)
 
     @property
     def source(self) -> str:

@@ -362,8 +362,8 @@ class LoopState:
             raise
         return source.collect(request)
 
-    async def sizes(self, source: SampleSource, numbers: Int64s | None) -> Int64s:
-        """Return lengths in bytes; None: of all samples."""
+    async def sizes(self, source: SampleSource, numbers: Int64s) -> Int64s:
+        """Return lengths in bytes."""
         if isinstance(source, LocalSource):
             if source.knows_sizes:
                 return source.sizes(numbers)

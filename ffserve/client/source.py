@@ -214,7 +214,7 @@ class SampleSource(Protocol):
         """Sizes and times of the local files at opening, as `contents_of` returns them."""
         ...
 
-    def sizes(self, indices: Int64s | None) -> Int64s:
+    def sizes(self, indices: Int64s) -> Int64s:
         """Return lengths in bytes; reads what must be read to know them.
 
         Raises: the error of the first sample whose length cannot be known.

@@ -17,7 +17,6 @@ from itertools import pairwise
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ffserve.dataset.layout import Selection, ShardInfo, digest
 from ffserve.dtypes import Int64s, UInt32s
@@ -28,7 +27,6 @@ from ffserve.formats.members import BLOCK_COUNT, FIRST, Members, unpacked
 T = TypeVar("T")
 Block: TypeAlias = tuple[int, int]
 """The position of a file, and the number of a block of names in it."""
-
 _MOST_FIELDS = 65_535
 _unpacked = lru_cache(1024)(unpacked)
 """Names of a million records, about 64 MB."""
@@ -48,7 +46,7 @@ class MemberNames:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_blocks": {}}
 
-    def _places(self, numbers: Int64s) -> NDArray[np.int64]:
+    def _places(self, numbers: Int64s) -> Int64s:
         """Return file, block and place in it of each record, int64[n, 3]."""
         shards = np.searchsorted(self._firsts, numbers, side="right") - 1
         return np.stack((shards, *divmod(numbers - self._firsts[shards], BLOCK_COUNT)), axis=1)
@@ -74,7 +72,7 @@ class MemberNames:
 
 
 class FieldTable:
-    """The fields of all samples of a data set.
+    """The records of all samples of a data set, and their fields.
 
     Args: shards: of each file what its records are. kinds: returns the kinds of a file's records;
         called if they are needed. paths: of the files, for errors.
@@ -91,26 +89,23 @@ class FieldTable:
         if len(numbers) > _MOST_FIELDS:
             raise FormatError(f"the files have more than {_MOST_FIELDS} fields", path=paths[0])
         self.names, self.counts = list(numbers), [each.samples for each in shards]
-        filled = [k for k, count in enumerate(self.counts) if count]
-        same = all(shards[k].uniform and own[k] == own[filled[0]] for k in filled)
-        self.width = len(self.names) if same else 0
-        self.single = same and self.width <= 1
-        if same:
+        known = [(each.uniform, row) for each, row in zip(shards, own, strict=True) if each.samples]
+        self.width = len(numbers) if all(each == (True, known[0][1]) for each in known) else 0
+        self.single = self.width <= 1
+        if self.width or not numbers:
             return
-        starts, fields, before = [], [], 0
-        for k, path in enumerate(paths):
-            table = kinds(k)
+        tables = [kinds(k) for k in range(len(shards))]
+        for table, count, row, path in zip(tables, self.counts, own, paths, strict=True):
             begins = np.flatnonzero(table & np.uint32(FIRST))
-            found = table & np.uint32(FIRST - 1)
-            known = (found < len(own[k])).all() and bool(len(found)) == bool(len(begins))
-            if not known or begins[:1].any() or len(begins) != self.counts[k]:
+            valid = (table & np.uint32(FIRST - 1) < len(row)).all() and len(begins) == count
+            if not valid or bool(len(table)) != (begins[:1].tolist() == [0]):
                 raise FormatError("the table of its members is malformed", path=path)
-            starts.append(begins + before)
-            fields.append(np.array(own[k], np.uint16)[found])
-            before += len(table)
-        self._starts = np.append(np.concatenate(starts), before)
+        rows = zip(tables, own, strict=True)
+        fields = [np.array(row, np.uint16)[table & np.uint32(FIRST - 1)] for table, row in rows]
+        firsts = np.concatenate(tables) & np.uint32(FIRST)
         self._kinds = np.concatenate(fields)
-        self.single = bool((np.diff(self._starts) == 1).all())
+        self._starts = np.append(np.flatnonzero(firsts), len(firsts))
+        self.single = len(self._starts) == len(firsts) + 1
 
     def starts(self, samples: Int64s) -> Int64s:
         """Return the first record of each sample; behind the last their number."""
@@ -127,21 +122,10 @@ class FieldTable:
         one's sample, and the number of its field."""
         begins = self.starts(samples)
         counts = self.starts(samples + 1) - begins
-        before = np.cumsum(counts) - counts
-        numbers = np.repeat(begins - before, counts)
+        numbers = np.repeat(begins - (np.cumsum(counts) - counts), counts)
         numbers += np.arange(len(numbers))
         kinds = numbers % self.width if self.width else self._kinds[numbers]
         return numbers, np.repeat(np.arange(len(samples)), counts), kinds
-
-    def column(self, samples: Int64s, field: int) -> Int64s:
-        """Return the record of one field of each sample; -1: it has none."""
-        if self.width:
-            return samples * self.width + field
-        numbers, positions, kinds = self.records(samples)
-        found = np.full(len(samples), -1, np.int64)
-        mine = kinds == field
-        found[positions[mine]] = numbers[mine]
-        return found
 
 
 class FieldSelection:
@@ -151,7 +135,7 @@ class FieldSelection:
     Raises: UsageError: a name that no sample has, or one that comes twice.
 
     count: samples. several: a sample is a dict of its fields, else one record, whichever its field
-    is if all are shown.
+    is if all are shown. is_identity: it is the record of the same number.
     """
 
     def __init__(self, table: FieldTable, fields: Sequence[str] | None, path: str) -> None:
@@ -167,16 +151,13 @@ class FieldSelection:
                 hint=f"there are {some}" + (", …" if len(table.names) > 20 else ""),
             )
         self.table, self.names, self._path = table, names, path
-        self._any = table.single and fields is None
-        self.several = len(names) > 1 and not self._any
-        self.is_identity = self._any or table.width == 1
-        """Whether a sample's record has its number."""
+        self.count = sum(table.counts)
+        self.is_identity = table.single and (fields is None or table.width == 1)
+        self.several = len(names) > 1 and not self.is_identity
         chosen = [table.names.index(name) for name in names]
         self.columns = np.full(len(table.names), -1, np.int64)
         """For each field its position in `names`."""
         self.columns[chosen] = np.arange(len(names))
-        self._field = chosen[0] if chosen else 0
-        self.count = sum(table.counts)
         self._shown: Selection | None = None
         """The samples that are shown; None: all."""
 
@@ -186,9 +167,9 @@ class FieldSelection:
         other._shown, other.count = Selection(self._samples(indices)), len(indices)
         return other
 
-    def without(self, records: Int64s) -> FieldSelection:
-        """Return the same without the samples of these records."""
-        return self.select(np.setdiff1d(np.arange(self.count), self.indices(records)))
+    def without(self, indices: Int64s) -> FieldSelection:
+        """Return the same without some samples."""
+        return self.select(np.setdiff1d(np.arange(self.count), indices))
 
     @property
     def key(self) -> object:
@@ -219,11 +200,13 @@ class FieldSelection:
                 path=self._path,
                 hint=f"open the file with one of them, such as fields=[{self.names[0]!r}]",
             )
-        samples = self._samples(indices)
-        found = self.table.starts(samples) if self._any else self.table.column(samples, self._field)
-        if len(found) and int(found.min()) < 0:
-            raise self._lacks(int(indices[int(np.argmin(found))]))
-        return found
+        samples, table = self._samples(indices), self.table
+        if table.width:
+            return samples * table.width + int(self.columns.argmax())
+        rows = FieldRows(self, samples)
+        for position in rows.lacking():
+            raise self._lacks(int(indices[position]))
+        return rows.numbers
 
     def indices(self, numbers: Int64s) -> Int64s:
         """Return the sample of each record."""
@@ -232,10 +215,10 @@ class FieldSelection:
 
     def lacking(self) -> dict[int, FFServeError]:
         """Return errors for the samples that do not have the one field."""
-        if self._any or self.several or self.table.width:
+        if self.several or self.table.width:
             return {}
-        found = self.table.column(np.arange(self.count), self._field)
-        return {index: self._lacks(index) for index in np.flatnonzero(found < 0).tolist()}
+        rows = FieldRows(self, np.arange(self.count))
+        return {index: self._lacks(index) for index in rows.lacking()}
 
     def _lacks(self, index: int) -> FormatError:
         return FormatError(
@@ -269,11 +252,11 @@ class Rows:
         return self
 
     def by_field(self, values: Any) -> Any:
-        """Return values of records as the caller gets them, who asked for samples."""
+        """Return values of records as a caller gets them, who asked for samples."""
         return values
 
     def divided(self, batch: Batch) -> Any:
-        """Return a batch, which was read with the fields together, as the caller gets it."""
+        """Return a batch, which was read with the fields together, as a caller gets it."""
         return batch
 
     def by_sample(self, failed: dict[int, FFServeError]) -> dict[int, FFServeError]:
@@ -281,12 +264,12 @@ class Rows:
         return failed
 
     def sums(self, sizes: Int64s) -> Int64s:
-        """Return the sum of the values of each sample's records."""
+        """Return the sizes of samples, of those of records."""
         return sizes
 
 
 class FieldRows(Rows):
-    """Samples with several fields: a record for each selected field that a sample has.
+    """Rows of samples with several fields: a record for each selected field that a sample has.
 
     Args: samples: their numbers. together: records follow each other by field, not by sample.
     """
@@ -312,19 +295,25 @@ class FieldRows(Rows):
         """The numbers of the records, and for each the positions of its sample and its field."""
         numbers, positions, kinds = self._selection.table.records(self._samples)
         columns = self._selection.columns[kinds]
-        kept = columns.argsort(kind="stable") if self._together else np.arange(len(columns))
-        kept = kept[columns[kept] >= 0]
+        kept = np.flatnonzero(columns >= 0)
+        if self._together:
+            kept = kept[columns[kept].argsort(kind="stable")]
         return numbers[kept], positions[kept], columns[kept]
 
     @property
     def numbers(self) -> Int64s:  # type: ignore[override]
-        """The numbers of the records."""
+        """See `Rows`."""
         return self._records[0]
 
     @property
     def ends(self) -> Int64s:  # type: ignore[override]
         """See `Rows`."""
         return np.searchsorted(self._records[1], np.arange(len(self) + 1))
+
+    def lacking(self) -> list[int]:
+        """Return the positions of samples without a selected field."""
+        found: list[int] = np.flatnonzero(np.diff(self.ends) == 0).tolist()
+        return found
 
     def by_field(self, values: Iterable[Any]) -> dict[str, list[Any]]:
         """Return a list for each field; None where a sample has none."""
@@ -345,10 +334,8 @@ class FieldRows(Rows):
 
     def by_sample(self, failed: dict[int, FFServeError]) -> dict[int, FFServeError]:
         """See `Rows`."""
-        found: dict[int, FFServeError] = {}
-        for position in sorted(failed):
-            found.setdefault(int(self._records[1][position]), failed[position])
-        return found
+        positions = self._records[1]
+        return {int(positions[k]): failed[k] for k in sorted(failed, reverse=True)}
 
     def sums(self, sizes: Int64s) -> Int64s:
         """See `Rows`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -39,28 +39,28 @@ class TarScanner:
     Args: file_size: in bytes. window_size: of the largest window, in bytes. tolerant: a member that
     the file cuts is the last one.
 
-    window: memory for the bytes that are fed.
+    window: memory for the bytes that are fed. state: to be read, as tar.h has it.
     """
 
     def __init__(self, file_size: int, window_size: int, *, tolerant: bool = False) -> None:
-        self._c = ffi.new("ffs_tar_scan *")
-        self._c.file_size, self._c.tolerant, self._c.key_size = file_size, tolerant, -1
+        self.state: Any = ffi.new("ffs_tar_scan *")
+        self.state.file_size, self.state.tolerant, self.state.key_size = file_size, tolerant, -1
         # Memory that is not written costs nothing, not even to have it zeroed.
         names = np.empty(ROWS_COUNT * (MOST_NAME + 1), np.uint8)
         window = np.empty(window_size, np.uint8)
         self.window = window.data
-        self._c.names, self._window = from_buffer(U8S, names), from_buffer(U8S, window)
+        self.state.names, self._window = from_buffer(U8S, names), from_buffer(U8S, window)
         self._names = names
 
     def feed(self, base: int, size: int) -> int:
         """Continue through the file's bytes [base, base + size), the first ones of `window`; return
         the reason for stopping."""
-        return int(lib.ffs_tar(self._c, self._window, base, size))
+        return int(lib.ffs_tar(self.state, self._window, base, size))
 
     def take(self) -> tuple[bytes, Tables]:
         """Return the members since the last call, at most ROWS_COUNT: their names, each with a zero
         behind it, and tables."""
-        c, count = self._c, int(self._c.held)
+        c, count = self.state, self.state.held
         names = self._names[: c.names_size].tobytes()
         c.held = c.names_size = 0
         return names, (
@@ -71,45 +71,19 @@ class TarScanner:
 
     def fields(self) -> list[bytes]:
         """Return the names of the fields, by number."""
-        return bytes(ffi.buffer(self._c.field_names, self._c.field_size)).split(b"\0")[:-1]
-
-    @property
-    def at(self) -> int:
-        """Position of the next header."""
-        return int(self._c.at)
-
-    @property
-    def wanted(self) -> int:
-        """Bytes that the next window must have, from `at` on."""
-        return max(int(self._c.wanted), BLOCK_SIZE)
-
-    @property
-    def last_length(self) -> int:
-        """Size of the last member; 0 before the first."""
-        return int(self._c.length)
-
-    @property
-    def held(self) -> int:
-        """Members that the next `take` returns."""
-        return int(self._c.held)
+        return bytes(ffi.buffer(self.state.field_names, self.state.field_size)).split(b"\0")[:-1]
 
     @property
     def fault(self) -> str:
         """What is wrong at `at`, such as "CUT_MEMBER"; see tar.h."""
-        return _FAULTS[self._c.fault].removeprefix("FFS_TAR_")
-
-    @property
-    def totals(self) -> tuple[int, int, bool]:
-        """CRC-32C of all headers, regular files that belong to no sample, and whether the file ends
-        inside a header or a member."""
-        return int(self._c.digest), int(self._c.skipped), bool(self._c.cut)
+        return _FAULTS[self.state.fault].removeprefix("FFS_TAR_")
 
     @property
     def name(self) -> bytes:
         """Name of the last member."""
-        return bytes(ffi.string(self._c.name))
+        return bytes(ffi.string(self.state.name))
 
     @property
     def link(self) -> bytes:
         """What the last member is a hard link to."""
-        return bytes(ffi.string(self._c.link))
+        return bytes(ffi.string(self.state.link))

@@ -361,8 +361,8 @@ class TableShard:
 
     path: str
     size: int
-    count: int
-    fingerprint: int
+    count: int = field(init=False)
+    fingerprint: int = field(init=False)
     offsets: UInt64s = field(repr=False)
     lengths: UInt64s = field(repr=False)
     checksums: UInt32s = field(repr=False)
@@ -370,6 +370,11 @@ class TableShard:
     """Whether a tolerant scan skipped nothing."""
     format: str
     checksum_kind: int = CHECKSUM_NONE
+
+    def __post_init__(self) -> None:
+        self.count = len(self.lengths)
+        tables = self.lengths, self.checksums
+        self.fingerprint = scan_fingerprint(self.format, *tables, self.size)
 
     def load(self, offsets: UInt64s, lengths: UInt64s, checksums: UInt32s) -> None:
         """Fill the caller's arrays.

@@ -43,7 +43,6 @@ from ffserve.formats.base import (
     TableShard,
     read_exactly,
     refuse_options,
-    scan_fingerprint,
     unbounded,
 )
 from ffserve.formats.foreign import kind_of
@@ -65,28 +64,27 @@ _KEPT = struct.Struct("<II")
 of the records, the sizes of the blocks of names, and these blocks."""
 _RESTORE = "restore the file, or write it anew"
 _FAULTS = {
-    "BAD_CHECKSUM": ("a header does not match its checksum", _RESTORE),
-    "BAD_NUMBER": ("a header has a field that is not a number", _RESTORE),
-    "CUT_HEADER": ("the file ends inside a header", _RESTORE),
-    "CUT_MEMBER": (
-        "the file ends early: {name} has {length} bytes, of which only {left} are left",
-        _RESTORE,
-    ),
-    "CUT_ZEROS": ("the file ends early: the zeros behind {name} are missing", _RESTORE),
-    "BAD_PAX": ("an extended header is malformed", _RESTORE),
-    "LONG_PAX": (f"an extended header has more than {MOST_PAX} bytes", _RESTORE),
-    "LONG_NAME": (f"a name has more than {MOST_NAME} bytes", _RESTORE),
-    "GLOBAL": ("a global header has a name or a size for all members", _RESTORE),
-    "SPARSE": ("{name} is a sparse file", "create the archive without --sparse"),
-    "TWICE": ("the sample {key} has two members {field}", "give each sample a key of its own"),
-    "FIELDS": (
-        f"its members have more than {MOST_FIELDS} different extensions, or long ones",
-        "an extension begins at the first dot of a name; `ffserve convert` takes archives of other "
-        "names",
-    ),
-    "NO_MEMBER": ("an extended header is the last one", _RESTORE),
+    "BAD_CHECKSUM": "a header does not match its checksum",
+    "BAD_NUMBER": "a header has a field that is not a number",
+    "CUT_HEADER": "the file ends inside a header",
+    "CUT_MEMBER": "the file ends early: {name} has {length} bytes, of which only {left} are left",
+    "CUT_ZEROS": "the file ends early: the zeros behind {name} are missing",
+    "BAD_PAX": "an extended header is malformed",
+    "LONG_PAX": f"an extended header has more than {MOST_PAX} bytes",
+    "LONG_NAME": f"a name has more than {MOST_NAME} bytes",
+    "GLOBAL": "a global header has a name or a size for all members",
+    "SPARSE": "{name} is a sparse file",
+    "TWICE": "the sample {key} has two members {field}",
+    "FIELDS": f"its members have more than {MOST_FIELDS} different extensions, or long ones",
+    "NO_MEMBER": "an extended header is the last one",
 }
-"""Text and hint of each fault of a header (tar.h)."""
+"""Faults of a header, see tar.h."""
+_HINTS = {
+    "SPARSE": "create the archive without --sparse",
+    "TWICE": "give each sample a key of its own",
+    "FIELDS": "an extension begins at the first dot of a name; `ffserve convert` takes archives of "
+    "other names",
+}
 
 
 @dataclass(kw_only=True)
@@ -97,25 +95,9 @@ class TarShard(TableShard):
     digest: int
     format: str = "tar"
 
-    @classmethod
-    def of(
-        cls, path: str, size: int, about: Members, digest: int, tables: Tables, *, sound: bool
-    ) -> TarShard:
-        """Return a shard. Args: tables: offsets, lengths and kinds of the records."""
-        offsets, lengths, kinds = tables
-        return cls(
-            path=path,
-            size=size,
-            count=len(lengths),
-            fingerprint=scan_fingerprint("tar", lengths, kinds, size)
-            ^ digest * 0x9E37_79B9_7F4A_7C15 % (1 << 64),
-            members=about,
-            digest=digest,
-            offsets=offsets,
-            lengths=lengths,
-            checksums=kinds,
-            sound=sound,
-        )
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.fingerprint ^= self.digest * 0x9E37_79B9_7F4A_7C15 % (1 << 64)
 
     @property
     def kept(self) -> bytes:
@@ -147,11 +129,10 @@ class _HeaderScan:
 
     def run(self) -> TarShard:
         """Scan the file."""
-        scanner, most = self._scanner, 64 << 10
+        scanner, state, most = self._scanner, self._scanner.state, 64 << 10
         while True:
-            base, wanted = scanner.at, scanner.wanted
-            large = scanner.last_length >= LARGE_SIZE
-            size = min(max(wanted, HEADER_SIZE if large else most), self._size - base)
+            base, large = state.at, state.length >= LARGE_SIZE
+            size = min(max(state.wanted, HEADER_SIZE if large else most), self._size - base)
             most = min(2 * most, PIECE_SIZE)
             read_exactly(self._read_at, base, scanner.window[:size], self._path)
             while (stop := scanner.feed(base, size)) in (tar.ROWS, tar.LINK):
@@ -160,7 +141,7 @@ class _HeaderScan:
                 elif len(self._links) == MOST_LINKS:
                     raise self._error(f"it has more than {MOST_LINKS} hard links")
                 else:
-                    self._links[self._count + scanner.held - 1] = scanner.link
+                    self._links[self._count + state.held - 1] = scanner.link
             if stop == tar.END:
                 return self._finished()
             if stop != tar.MORE:
@@ -179,11 +160,17 @@ class _HeaderScan:
         self._take()
         offsets, lengths, kinds = map(np.concatenate, zip(*self._tables, strict=True))
         self._follow_links(offsets, lengths)
-        digest, skipped, cut = self._scanner.totals
-        fields = tuple(map(members.as_text, self._scanner.fields()))
-        about = Members.of_kinds(kinds, fields, skipped, tuple(self._blocks))
-        tables = offsets, lengths, kinds
-        return TarShard.of(self._path, self._size, about, digest, tables, sound=not cut)
+        state, fields = self._scanner.state, map(members.as_text, self._scanner.fields())
+        return TarShard(
+            path=self._path,
+            size=self._size,
+            offsets=offsets,
+            lengths=lengths,
+            checksums=kinds,
+            members=Members.of_kinds(kinds, tuple(fields), state.skipped, tuple(self._blocks)),
+            digest=state.digest,
+            sound=not state.cut,
+        )
 
     def _follow_links(self, offsets: UInt64s, lengths: UInt64s) -> None:
         """Give hard links the bytes of the last member before them that has the name."""
@@ -202,23 +189,22 @@ class _HeaderScan:
 
     def _error(self, text: str, hint: str = _RESTORE, *, cut: bool = False) -> FFServeError:
         kind = TruncatedError if cut else FormatError
-        return kind(text, path=self._path, offset=self._scanner.at, hint=hint)
+        return kind(text, path=self._path, offset=self._scanner.state.at, hint=hint)
 
     def _fault(self) -> FFServeError:
         """Return the error for what the scanner has stopped at."""
-        s, fault = self._scanner, self._scanner.fault
-        foreign = kind_of(bytes(s.window[:HEAD_SIZE]), self._path)
-        if fault == "BAD_CHECKSUM" and not s.at and foreign is not None:
+        scanner, at, length = self._scanner, self._scanner.state.at, self._scanner.state.length
+        fault, left = scanner.fault, self._size - at - BLOCK_SIZE
+        foreign = kind_of(bytes(scanner.window[:HEAD_SIZE]), self._path)
+        if fault == "BAD_CHECKSUM" and not at and foreign is not None:
             text, hint = f"this is {foreign.name}", "`ffserve convert` makes a tar file of it"
             return self._error(text, hint if foreign.package == "tarfile" else _RESTORE)
-        left = self._size - s.at - BLOCK_SIZE
-        if fault == "CUT_MEMBER" and left >= s.last_length:
+        if fault == "CUT_MEMBER" and left >= length:
             fault = "CUT_ZEROS"
-        text, hint = _FAULTS[fault]
-        key, field = map(_text, split_name(s.name))
-        name = f"the member {_text(s.name)}"
-        text = text.format(name=name, length=s.last_length, left=left, key=key, field=field)
-        return self._error(text, hint, cut=fault.startswith("CUT"))
+        key, field = map(_text, split_name(scanner.name))
+        name = f"the member {_text(scanner.name)}"
+        text = _FAULTS[fault].format(name=name, length=length, left=left, key=key, field=field)
+        return self._error(text, _HINTS.get(fault, _RESTORE), cut=fault.startswith("CUT"))
 
 
 def _text(name: bytes) -> str:
@@ -363,7 +349,15 @@ class Tar:
         fits = (offsets <= limit).all() and (lengths <= limit - offsets).all()
         if edges[-1] != len(kept) or not fits or about.about != stated.about:
             return None
-        return TarShard.of(path, size, about, digest, (offsets, lengths, checksums), sound=True)
+        return TarShard(
+            path=path,
+            size=size,
+            offsets=offsets,
+            lengths=lengths,
+            checksums=checksums,
+            members=about,
+            digest=digest,
+        )
 
     def agrees(
         self, read_at: ReadAt, offsets: UInt64s, lengths: UInt64s, checksums: UInt32s

@@ -446,14 +446,7 @@ def _shard(
     sound: bool = True,
 ) -> TFRecordShard:
     return TFRecordShard(
-        path=path,
-        size=size,
-        count=len(lengths),
-        fingerprint=scan_fingerprint("tfrecord", lengths, checksums, size),
-        offsets=offsets,
-        lengths=lengths,
-        checksums=checksums,
-        sound=sound,
+        path=path, size=size, offsets=offsets, lengths=lengths, checksums=checksums, sound=sound
     )
 
 

@@ -153,7 +153,7 @@ class DaemonSource:
         """The training run that the data set is opened for."""
         return self.connection.job
 
-    def sizes(self, indices: Int64s | None) -> Int64s:
+    def sizes(self, indices: Int64s) -> Int64s:
         """Return lengths in bytes; reads what must be read to know them."""
         return self.blocking.run(self.measuring(indices))
 
@@ -238,12 +238,11 @@ class DaemonSource:
 
     # ---- lengths --------------------------------------------------------------------------
 
-    def measuring(self, indices: Int64s | None) -> Steps[Int64s]:
+    def measuring(self, indices: Int64s) -> Steps[Int64s]:
         """Return lengths in bytes; what lies in chunks that were never decoded is read.
 
         Raises: the error of the first sample whose length cannot be known.
         """
-        indices = np.arange(self.count, dtype=np.int64) if indices is None else indices
         offsets, missing, unknown = self.view.locate(indices)
         if unknown:
             blank = indices[missing[np.diff(offsets)[missing] == 0]]

@@ -191,15 +191,14 @@ class LocalSource:
             if self._closed and not self._pending:
                 self._release()
 
-    def sizes(self, indices: Int64s | None) -> Int64s:
+    def sizes(self, indices: Int64s) -> Int64s:
         """Return lengths in bytes; chunks that were not read yet are read for it."""
-        chosen = np.arange(self.count, dtype=np.int64) if indices is None else indices
         if self._samples.chunked:
-            unknown = chosen[self._samples.lengths[chosen] == UNKNOWN_LENGTH]
+            unknown = indices[self._samples.lengths[indices] == UNKNOWN_LENGTH]
             for start in range(0, len(unknown), SIZES_AT_ONCE):
                 request = self.start(unknown[start : start + SIZES_AT_ONCE], apart=False)
                 raise_first(self.finish(request))
-        return self._samples.lengths[chosen].astype(np.int64)
+        return self._samples.lengths[indices].astype(np.int64)
 
     def named(self, blocks: Sequence[tuple[int, int]]) -> list[bytes]:
         """As of `SampleSource`."""
