@@ -249,7 +249,7 @@ class Reader(BaseReader):
         Args, Returns, Raises: as `ffserve.Reader.read_batch`. Cancelled with an `out` it ends once
             nothing is written there any more.
         """
-        rows = self._rows(indices).fields_together
+        rows = self._rows(indices, together=True)
         target, failed = await self._retrying(
             lambda state, source: state.read(source, rows.numbers, apart=False, out=out)
         )

@@ -233,11 +233,11 @@ class BaseReader:
         chosen = self._indices(indices)
         return chosen if self._numbering is None else self._numbering.numbers(chosen)
 
-    def _rows(self, indices: Any) -> Rows:
-        """Return what is read of samples; None: of all."""
+    def _rows(self, indices: Any, *, together: bool = False) -> Rows:
+        """Return what is read of samples; None: of all. Args: together: see `FieldSelection`."""
         chosen = self._indices(indices)
         if isinstance(self._numbering, FieldSelection):
-            return self._numbering.rows(chosen)
+            return self._numbering.rows(chosen, together=together)
         return Rows(chosen if self._numbering is None else self._numbering.numbers(chosen))
 
     def sample_numbers(self, indices: Any) -> Int64s:
@@ -736,7 +736,7 @@ class Reader(BaseReader, Sequence[Bytes]):
         numbers = indices if type(indices) is np.ndarray else as_int64(indices, len(self))
         rows = None
         if self._numbering is not None:
-            rows = self._rows(numbers).fields_together
+            rows = self._rows(numbers, together=True)
             numbers = rows.numbers
         source, lookup = self._selector.selection.source, None
         if source is not None:
@@ -1203,8 +1203,9 @@ class ReadAhead(Generic[T]):
 
 def pieces(rows: Rows) -> Iterator[tuple[Rows, bool]]:
     """Yield the samples whose lengths are looked up together, and whether they are the last."""
-    for end in range(SIZES_AT_ONCE, len(rows) + SIZES_AT_ONCE, SIZES_AT_ONCE):
-        yield rows[end - SIZES_AT_ONCE : end], end >= len(rows)
+    step = max(SIZES_AT_ONCE // rows.width, 1)
+    for end in range(step, len(rows) + step, step):
+        yield rows[end - step : end], end >= len(rows)
 
 
 def by_number(part: Rows, failed: dict[int, FFServeError]) -> dict[int, FFServeError]:

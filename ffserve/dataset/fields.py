@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
-from itertools import pairwise
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -117,15 +116,22 @@ class FieldTable:
             return records // self.width
         return np.searchsorted(self._starts, records, side="right") - 1
 
-    def records(self, samples: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-        """Return the records of samples, sample by sample: their numbers, the position of each
-        one's sample, and the number of its field."""
-        begins = self.starts(samples)
-        counts = self.starts(samples + 1) - begins
+    def records(self, samples: Int64s, fields: list[int]) -> Int64s:
+        """Return the record of each field of each sample, int64[samples, fields]; -1: it has none.
+
+        Args: fields: their numbers, ascending.
+        """
+        if self.width:
+            return samples[:, None] * self.width + np.array(fields)
+        begins = self._starts[samples]
+        counts = self._starts[samples + 1] - begins
         numbers = np.repeat(begins - (np.cumsum(counts) - counts), counts)
         numbers += np.arange(len(numbers))
-        kinds = numbers % self.width if self.width else self._kinds[numbers]
-        return numbers, np.repeat(np.arange(len(samples)), counts), kinds
+        positions, kinds = np.repeat(np.arange(len(samples)), counts), self._kinds[numbers]
+        kept = np.isin(kinds, fields)
+        found = np.full((len(samples), len(fields)), -1, np.int64)
+        found[positions[kept], np.searchsorted(fields, kinds[kept])] = numbers[kept]
+        return found
 
 
 class FieldSelection:
@@ -154,10 +160,8 @@ class FieldSelection:
         self.count = sum(table.counts)
         self.is_identity = table.single and (fields is None or table.width == 1)
         self.several = len(names) > 1 and not self.is_identity
-        chosen = [table.names.index(name) for name in names]
-        self.columns = np.full(len(table.names), -1, np.int64)
-        """For each field its position in `names`."""
-        self.columns[chosen] = np.arange(len(names))
+        self.fields = sorted(table.names.index(name) for name in names)
+        """Their numbers. Records are read in this order, which is that of the file if it has one."""
         self._shown: Selection | None = None
         """The samples that are shown; None: all."""
 
@@ -179,10 +183,11 @@ class FieldSelection:
     def _samples(self, indices: Int64s) -> Int64s:
         return indices if self._shown is None else self._shown.numbers(indices)
 
-    def rows(self, indices: Int64s) -> Rows:
-        """Return what is read of samples."""
+    def rows(self, indices: Int64s, *, together: bool = False) -> Rows:
+        """Return what is read of samples. Args: together: with the records of each field together,
+        not those of each sample."""
         if self.several:
-            return FieldRows(self, self._samples(indices))
+            return FieldRows(self, self._samples(indices), together=together)
         return Rows(self.numbers(indices))
 
     def first_records(self, indices: Int64s) -> Int64s:
@@ -200,13 +205,10 @@ class FieldSelection:
                 path=self._path,
                 hint=f"open the file with one of them, such as fields=[{self.names[0]!r}]",
             )
-        samples, table = self._samples(indices), self.table
-        if table.width:
-            return samples * table.width + int(self.columns.argmax())
-        rows = FieldRows(self, samples)
-        for position in rows.lacking():
-            raise self._lacks(int(indices[position]))
-        return rows.numbers
+        found: Int64s = self.table.records(self._samples(indices), self.fields)[:, 0]
+        if len(found) and int(found.min()) < 0:
+            raise self._lacks(int(indices[int(np.argmin(found))]))
+        return found
 
     def indices(self, numbers: Int64s) -> Int64s:
         """Return the sample of each record."""
@@ -217,8 +219,8 @@ class FieldSelection:
         """Return errors for the samples that do not have the one field."""
         if self.several or self.table.width:
             return {}
-        rows = FieldRows(self, np.arange(self.count))
-        return {index: self._lacks(index) for index in rows.lacking()}
+        found = self.table.records(np.arange(self.count), self.fields)[:, 0]
+        return {index: self._lacks(index) for index in np.flatnonzero(found < 0).tolist()}
 
     def _lacks(self, index: int) -> FormatError:
         return FormatError(
@@ -231,10 +233,11 @@ class FieldSelection:
 class Rows:
     """What is read of some samples: one record each, which is given back as it is.
 
-    numbers: of the records. ends: how many of them the first 0, 1, … n samples have; None: as many.
+    numbers: of the records. width: at most so many a sample. ends: how many of them the first 0, 1,
+    … n samples have; None: as many.
     """
 
-    ends: Int64s | None = None
+    width, ends = 1, None
 
     def __init__(self, numbers: Int64s) -> None:
         self.numbers = numbers
@@ -246,17 +249,12 @@ class Rows:
     def __getitem__(self, part: slice) -> Rows:
         return Rows(self.numbers[part])
 
-    @property
-    def fields_together(self) -> Rows:
-        """The same, with the records of each field behind each other."""
-        return self
-
     def by_field(self, values: Any) -> Any:
         """Return values of records as a caller gets them, who asked for samples."""
         return values
 
     def divided(self, batch: Batch) -> Any:
-        """Return a batch, which was read with the fields together, as a caller gets it."""
+        """Return a batch that was read with fields together as a caller gets it."""
         return batch
 
     def by_sample(self, failed: dict[int, FFServeError]) -> dict[int, FFServeError]:
@@ -269,15 +267,11 @@ class Rows:
 
 
 class FieldRows(Rows):
-    """Rows of samples with several fields: a record for each selected field that a sample has.
+    """Rows of samples with several fields: a record for each selected field that a sample has."""
 
-    Args: samples: their numbers. together: records follow each other by field, not by sample.
-    """
-
-    def __init__(
-        self, selection: FieldSelection, samples: Int64s, *, together: bool = False
-    ) -> None:
+    def __init__(self, selection: FieldSelection, samples: Int64s, *, together: bool) -> None:
         self._selection, self._samples, self._together = selection, samples, together
+        self.width = len(selection.fields)
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -285,61 +279,54 @@ class FieldRows(Rows):
     def __getitem__(self, part: slice) -> FieldRows:
         return FieldRows(self._selection, self._samples[part], together=self._together)
 
-    @property
-    def fields_together(self) -> FieldRows:
-        """See `Rows`."""
-        return FieldRows(self._selection, self._samples, together=True)
-
     @cached_property
-    def _records(self) -> tuple[Int64s, Int64s, Int64s]:
-        """The numbers of the records, and for each the positions of its sample and its field."""
-        numbers, positions, kinds = self._selection.table.records(self._samples)
-        columns = self._selection.columns[kinds]
-        kept = np.flatnonzero(columns >= 0)
-        if self._together:
-            kept = kept[columns[kept].argsort(kind="stable")]
-        return numbers[kept], positions[kept], columns[kept]
+    def _records(self) -> Int64s:
+        """The record of each field of each sample, or of each sample and field; -1: it has none."""
+        found = self._selection.table.records(self._samples, self._selection.fields)
+        return found.T if self._together else found
+
+    def _spread(self, values: Any, empty: Any) -> Any:
+        """Return the values of records as `_records` stand, with another where there is none."""
+        found = np.full(self._records.shape, empty)
+        found[self._records >= 0] = values
+        return found
+
+    def _by_name(self, columns: Iterable[T]) -> dict[str, T]:
+        found = dict(zip(self._selection.fields, columns, strict=True))
+        names = self._selection.table.names
+        return {name: found[names.index(name)] for name in self._selection.names}
 
     @property
     def numbers(self) -> Int64s:  # type: ignore[override]
         """See `Rows`."""
-        return self._records[0]
+        return self._records[self._records >= 0]
 
     @property
     def ends(self) -> Int64s:  # type: ignore[override]
         """See `Rows`."""
-        return np.searchsorted(self._records[1], np.arange(len(self) + 1))
-
-    def lacking(self) -> list[int]:
-        """Return the positions of samples without a selected field."""
-        found: list[int] = np.flatnonzero(np.diff(self.ends) == 0).tolist()
-        return found
+        return np.append(0, np.cumsum((self._records >= 0).sum(axis=1)))
 
     def by_field(self, values: Iterable[Any]) -> dict[str, list[Any]]:
         """Return a list for each field; None where a sample has none."""
-        numbers, positions, columns = self._records
-        found = np.full((len(self._selection.names), len(self)), None)
-        found[columns, positions] = np.fromiter(values, object, len(numbers))
-        return dict(zip(self._selection.names, found.tolist(), strict=True))
+        return self._by_name(self._spread(np.fromiter(values, object), None).T.tolist())
 
     def divided(self, batch: Batch) -> dict[str, Batch]:
         """Return a batch for each field; one that a sample does not have takes no bytes."""
-        _, positions, columns = self._records
-        sizes = np.zeros((len(self._selection.names), len(self) + 1), np.int64)
-        sizes[columns, positions + 1] = np.diff(batch.offsets)
-        offsets = np.cumsum(sizes, axis=1)
-        edges = pairwise([0, *np.cumsum(offsets[:, -1]).tolist()])
-        rows = zip(self._selection.names, edges, offsets, strict=True)
-        return {name: Batch(batch.buffer[low:high], own) for name, (low, high), own in rows}
+        sizes = np.cumsum(self._spread(np.diff(batch.offsets), 0), axis=1)
+        edges = np.cumsum(sizes[:, -1:]) if len(self) else np.zeros(len(sizes), np.int64)
+        parts = np.split(batch.buffer, edges[:-1])
+        offsets = np.concatenate((np.zeros((len(sizes), 1), np.int64), sizes), axis=1)
+        return self._by_name(map(Batch, parts, offsets))
 
     def by_sample(self, failed: dict[int, FFServeError]) -> dict[int, FFServeError]:
         """See `Rows`."""
-        positions = self._records[1]
-        return {int(positions[k]): failed[k] for k in sorted(failed, reverse=True)}
+        positions = np.nonzero(self._records >= 0)[0].tolist()
+        return {positions[k]: failed[k] for k in sorted(failed, reverse=True)}
 
     def sums(self, sizes: Int64s) -> Int64s:
         """See `Rows`."""
-        return np.bincount(self._records[1], sizes, len(self)).astype(np.int64)
+        found: Int64s = self._spread(sizes, 0).sum(axis=1)
+        return found
 
 
 def rows_of(batch: Mapping[str, Sequence[T]]) -> list[dict[str, T]]:

@@ -46,7 +46,7 @@ from ffserve.formats.base import (
     unbounded,
 )
 from ffserve.formats.foreign import kind_of
-from ffserve.formats.members import BLOCK_COUNT, Members, split_name
+from ffserve.formats.members import BLOCK_COUNT, FIRST, Members, split_name
 
 LARGE_SIZE = 64 << 10
 """From members of this size on, the scan reads headers only."""
@@ -346,7 +346,9 @@ class Tar:
         blocks = tuple(kept[low:high] for low, high in pairwise(edges))
         about = Members.of_kinds(checksums, stated.fields, stated.skipped, blocks)
         limit = np.uint64(size)
-        fits = (offsets <= limit).all() and (lengths <= limit - offsets).all()
+        fields = checksums & np.uint32(FIRST - 1)
+        known = not count or (checksums[0] >= FIRST and int(fields.max()) < len(about.fields))
+        fits = known and (offsets <= limit).all() and (lengths <= limit - offsets).all()
         if edges[-1] != len(kept) or not fits or about.about != stated.about:
             return None
         return TarShard(
