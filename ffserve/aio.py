@@ -35,7 +35,6 @@ from ffserve.dataset.layout import ShardInfo
 from ffserve.dataset.paths import PathLike, expand_paths
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.errors import ArenaError, FFServeError, ServerUnavailable, UsageError
-from ffserve.formats.members import key_of
 from ffserve.reader import (
     READ_AHEAD_COUNT,
     READ_AHEAD_SIZE,
@@ -189,7 +188,7 @@ class Reader(BaseReader):
         names, numbers = self._named_records(indices)
         missing = names.missing(numbers)
         blocks = await self._blocks(missing) if missing else []
-        return list(map(key_of, names.take(numbers, missing, blocks)))
+        return self._keys_of(names.take(numbers, missing, blocks))
 
     async def names(self) -> list[str]:
         """Return the names of the samples, as `ffserve.Reader.names`."""

@@ -455,6 +455,10 @@ class BaseReader:
             raise UsageError("only tar files have keys", path=self._request.paths[0])
         return self._member_names, self.sample_numbers(self._indices(indices))
 
+    def _keys_of(self, names: list[bytes]) -> list[str]:
+        """Return the keys of samples; those of members that are samples are their names."""
+        return list(map(as_text if self._fields is None else key_of, names))
+
     @property
     def verified(self) -> bool:
         """Whether the bytes of samples are compared with checksums: tar files have none."""
@@ -618,17 +622,10 @@ class Reader(BaseReader, Sequence[Bytes]):
         Raises: UsageError: the files have none.
         Cost: about a second per million keys in order.
         """
-        return list(map(key_of, self._member_names_of(indices)))
-
-    def member_names(self, indices: Any) -> list[str]:
-        """Return the names of the members that a reader of one field shows, as `keys`."""
-        return list(map(as_text, self._member_names_of(indices)))
-
-    def _member_names_of(self, indices: Any) -> list[bytes]:
         names, numbers = self._named_records(indices)
         missing = names.missing(numbers)
         blocks = self._retrying(methodcaller("named", missing)) if missing else []
-        return names.take(numbers, missing, blocks)
+        return self._keys_of(names.take(numbers, missing, blocks))
 
     @property
     def directories(self) -> list[str]:
@@ -797,7 +794,8 @@ class Reader(BaseReader, Sequence[Bytes]):
         if isinstance(index, slice):
             return self.read(range(*index.indices(len(self))))
         if isinstance(index, (int, np.integer)) and not isinstance(index, bool):
-            return self.read([int(index)])[0]
+            samples: list[Bytes] = rows_of(self.read([int(index)]))
+            return samples[0]
         return self.read(index)
 
     def __iter__(self) -> Iterator[Bytes]:
@@ -1038,11 +1036,6 @@ class FieldReader(Reader):
     batches: Callable[..., Iterator[dict[str, list[Any]]]]  # type: ignore[assignment]
 
     rows_of = staticmethod(rows_of)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, (int, np.integer)) and not isinstance(index, bool):
-            return self.rows_of(self.read([int(index)]))[0]
-        return super().__getitem__(index)
 
 
 class StreamReader(Reader):

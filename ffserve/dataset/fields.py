@@ -11,7 +11,7 @@ here reads a file.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias, TypeVar
 
@@ -20,8 +20,9 @@ import numpy as np
 from ffserve.dataset.layout import Selection, ShardInfo, digest
 from ffserve.dtypes import Int64s, UInt32s
 from ffserve.engine.shm import Batch
+from ffserve.engine.tar import BLOCK_COUNT, FIRST
 from ffserve.errors import FFServeError, FormatError, UsageError
-from ffserve.formats.members import BLOCK_COUNT, FIRST, Members, unpacked
+from ffserve.formats.members import Members, unpacked
 
 T = TypeVar("T")
 Block: TypeAlias = tuple[int, int]
@@ -122,7 +123,8 @@ class FieldTable:
         Args: fields: their numbers, ascending.
         """
         if self.width:
-            return samples[:, None] * self.width + np.array(fields)
+            found: Int64s = samples[:, None] * self.width + np.array(fields)
+            return found
         begins = self._starts[samples]
         counts = self._starts[samples + 1] - begins
         numbers = np.repeat(begins - (np.cumsum(counts) - counts), counts)
@@ -161,7 +163,7 @@ class FieldSelection:
         self.is_identity = table.single and (fields is None or table.width == 1)
         self.several = len(names) > 1 and not self.is_identity
         self.fields = sorted(table.names.index(name) for name in names)
-        """Their numbers. Records are read in this order, which is that of the file if it has one."""
+        """Their numbers. Records are read in this order, which is that of files that have one."""
         self._shown: Selection | None = None
         """The samples that are shown; None: all."""
 
@@ -329,16 +331,18 @@ class FieldRows(Rows):
         return found
 
 
-def rows_of(batch: Mapping[str, Sequence[T]]) -> list[dict[str, T]]:
-    """Return the samples of a batch of several fields, each a dict."""
+def rows_of(batch: Any) -> Any:
+    """Return the samples of a batch; of several fields each is a dict."""
+    if not isinstance(batch, dict):
+        return batch
     rows = zip(*batch.values(), strict=True)
     return [dict(zip(batch, values, strict=True)) for values in rows]
 
 
 def copies(batch: Any) -> Iterator[Any]:
     """Yield the samples of a batch, in memory of their own."""
-    if not isinstance(batch, dict):
-        yield from (sample.copy() for sample in batch)
-        return
     for row in rows_of(batch):
-        yield {name: None if one is None else one.copy() for name, one in row.items()}
+        if isinstance(row, dict):
+            yield {name: None if one is None else one.copy() for name, one in row.items()}
+        else:
+            yield row.copy()

@@ -11,8 +11,10 @@ from ffserve.engine.core import U8S, ffi, from_buffer, lib
 
 BLOCK_SIZE: int = lib.FFS_TAR_BLOCK
 FIRST: int = lib.FFS_TAR_FIRST
-"""In the kind of a member: it is the first of a sample. The other bits are its field's number."""
-ROWS_COUNT: int = lib.FFS_TAR_BLOCK_COUNT
+"""In the kind of a record, which stands in the place of its checksum: it is the first of a sample.
+The other bits are its field's number."""
+BLOCK_COUNT: int = lib.FFS_TAR_BLOCK_COUNT
+"""Members that are taken together, and whose names are a block."""
 MOST_NAME: int = lib.FFS_TAR_MOST_NAME
 MOST_PAX: int = lib.FFS_TAR_MOST_PAX
 MOST_FIELDS: int = lib.FFS_TAR_MOST_FIELDS
@@ -46,7 +48,7 @@ class TarScanner:
         self.state: Any = ffi.new("ffs_tar_scan *")
         self.state.file_size, self.state.tolerant, self.state.key_size = file_size, tolerant, -1
         # Memory that is not written costs nothing, not even to have it zeroed.
-        names = np.empty(ROWS_COUNT * (MOST_NAME + 1), np.uint8)
+        names = np.empty(BLOCK_COUNT * (MOST_NAME + 1), np.uint8)
         window = np.empty(window_size, np.uint8)
         self.window = window.data
         self.state.names, self._window = from_buffer(U8S, names), from_buffer(U8S, window)
@@ -58,7 +60,7 @@ class TarScanner:
         return int(lib.ffs_tar(self.state, self._window, base, size))
 
     def take(self) -> tuple[bytes, Tables]:
-        """Return the members since the last call, at most ROWS_COUNT: their names, each with a zero
+        """Return the members since the last call, at most BLOCK_COUNT, as names, each with a zero
         behind it, and tables."""
         c, count = self.state, self.state.held
         names = self._names[: c.names_size].tobytes()

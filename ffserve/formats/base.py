@@ -355,21 +355,20 @@ class ScannedShard(Shard, Protocol):
         ...
 
 
-@dataclass(kw_only=True)
+@dataclass
 class TableShard:
     """A scanned shard whose records are stored as they are, with its tables in memory."""
 
     path: str
     size: int
-    count: int = field(init=False)
-    fingerprint: int = field(init=False)
     offsets: UInt64s = field(repr=False)
     lengths: UInt64s = field(repr=False)
     checksums: UInt32s = field(repr=False)
-    sound: bool = True
+    sound: bool = field(default=True, kw_only=True)
     """Whether a tolerant scan skipped nothing."""
-    format: str
-    checksum_kind: int = CHECKSUM_NONE
+    format: str = field(init=False)
+    count: int = field(init=False)
+    fingerprint: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.count = len(self.lengths)

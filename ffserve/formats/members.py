@@ -19,16 +19,11 @@ from functools import cached_property
 import numpy as np
 
 from ffserve.dtypes import UInt32s
+from ffserve.engine.tar import BLOCK_COUNT, FIRST, MOST_NAME
 from ffserve.errors import FormatError
 
-FIRST = 0x8000_0000
-"""In the place of a checksum: the record is the first of a sample. The rest is its field."""
-BLOCK_COUNT = 1024
-"""A block has the names of this many records."""
 ABOUT = (1 << 32) - 1
 """The block of this number is the description of the shard."""
-MOST_NAME = 4096
-"""Bytes of a name."""
 _BLOCK_SIZE = BLOCK_COUNT * (MOST_NAME + 1)
 _HEAD = struct.Struct("<QQB")
 

@@ -25,7 +25,9 @@ import numpy as np
 from ffserve.dtypes import Int64s, UInt32s, UInt64s
 from ffserve.engine import tar
 from ffserve.engine.tar import (
+    BLOCK_COUNT,
     BLOCK_SIZE,
+    FIRST,
     MOST_FIELDS,
     MOST_NAME,
     MOST_PAX,
@@ -35,6 +37,7 @@ from ffserve.engine.tar import (
 from ffserve.errors import FFServeError, FormatError, TruncatedError, UsageError
 from ffserve.formats import members
 from ffserve.formats.base import (
+    CHECKSUM_NONE,
     HEAD_SIZE,
     PIECE_SIZE,
     Admit,
@@ -46,7 +49,7 @@ from ffserve.formats.base import (
     unbounded,
 )
 from ffserve.formats.foreign import kind_of
-from ffserve.formats.members import BLOCK_COUNT, FIRST, Members, split_name
+from ffserve.formats.members import Members, split_name
 
 LARGE_SIZE = 64 << 10
 """From members of this size on, the scan reads headers only."""
@@ -87,13 +90,14 @@ _HINTS = {
 }
 
 
-@dataclass(kw_only=True)
+@dataclass
 class TarShard(TableShard):
     """One archive after its scan. Its checksums are the kinds of its records, see `members.py`."""
 
     members: Members
     digest: int
-    format: str = "tar"
+    format = "tar"
+    checksum_kind = CHECKSUM_NONE
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -161,16 +165,9 @@ class _HeaderScan:
         offsets, lengths, kinds = map(np.concatenate, zip(*self._tables, strict=True))
         self._follow_links(offsets, lengths)
         state, fields = self._scanner.state, map(members.as_text, self._scanner.fields())
-        return TarShard(
-            path=self._path,
-            size=self._size,
-            offsets=offsets,
-            lengths=lengths,
-            checksums=kinds,
-            members=Members.of_kinds(kinds, tuple(fields), state.skipped, tuple(self._blocks)),
-            digest=state.digest,
-            sound=not state.cut,
-        )
+        about = Members.of_kinds(kinds, tuple(fields), state.skipped, tuple(self._blocks))
+        tables = offsets, lengths, kinds
+        return TarShard(self._path, self._size, *tables, about, state.digest, sound=not state.cut)
 
     def _follow_links(self, offsets: UInt64s, lengths: UInt64s) -> None:
         """Give hard links the bytes of the last member before them that has the name."""
@@ -351,15 +348,7 @@ class Tar:
         fits = known and (offsets <= limit).all() and (lengths <= limit - offsets).all()
         if edges[-1] != len(kept) or not fits or about.about != stated.about:
             return None
-        return TarShard(
-            path=path,
-            size=size,
-            offsets=offsets,
-            lengths=lengths,
-            checksums=checksums,
-            members=about,
-            digest=digest,
-        )
+        return TarShard(path, size, offsets, lengths, checksums, about, digest)
 
     def agrees(
         self, read_at: ReadAt, offsets: UInt64s, lengths: UInt64s, checksums: UInt32s

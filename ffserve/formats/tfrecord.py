@@ -65,13 +65,13 @@ _HEADER = struct.Struct("<QI")
 _FOOTER = struct.Struct("<I")
 
 
-@dataclass(kw_only=True)
+@dataclass
 class TFRecordShard(TableShard):
     """One uncompressed TFRecord file after its scan. Its checksums are the CRC-32C of payloads,
     unmasked."""
 
-    format: str = "tfrecord"
-    checksum_kind: int = CHECKSUM_CRC32C
+    format = "tfrecord"
+    checksum_kind = CHECKSUM_CRC32C
 
     @property
     def kept(self) -> bytes:
@@ -344,7 +344,8 @@ class TFRecord:
             reach=self._reach,
             search_size=self._search_size,
         )
-        return _shard(*scan.run(), size, path, scan.sound)
+        tables = scan.run()
+        return TFRecordShard(path, size, *tables, sound=scan.sound)
 
     def open_small(self, heads: Heads, paths: list[str], *, verify: bool = True) -> SmallShards:
         """Open files that are whole in their heads, and not compressed."""
@@ -393,7 +394,8 @@ class TFRecord:
         wrapped = (ends[1:] < ends[:-1]).any() if len(ends) else False
         if wrapped or (int(ends[-1]) if len(ends) else 0) != size:
             return None
-        return _shard(ends - lengths - np.uint64(FRAME_FOOTER_SIZE), lengths, checksums, size, path)
+        offsets = ends - lengths - np.uint64(FRAME_FOOTER_SIZE)
+        return TFRecordShard(path, size, offsets, lengths, checksums)
 
     def agrees(
         self,
@@ -435,19 +437,6 @@ class TFRecord:
                 hint=f"use one of {', '.join(WBITS)}",
             )
         return CompressedEncoder(compression)
-
-
-def _shard(
-    offsets: UInt64s,
-    lengths: UInt64s,
-    checksums: UInt32s,
-    size: int,
-    path: str,
-    sound: bool = True,
-) -> TFRecordShard:
-    return TFRecordShard(
-        path=path, size=size, offsets=offsets, lengths=lengths, checksums=checksums, sound=sound
-    )
 
 
 FORMAT = TFRecord()

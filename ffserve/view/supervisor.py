@@ -163,7 +163,7 @@ class View:
         neither. Raises: as `Reader.read`."""
         if shard.format == "tar":
             first = shard.first
-            names = self._reader.member_names(range(first, first + shard.count))
+            names = self._reader.keys(range(first, first + shard.count))
             return folder_of(names, shard.path)
         if shard.format != "ffrecord" or not shard.count:
             return None

@@ -10,7 +10,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.cli.files.record_files import batches_of, names_of, opened_by_member
+from ffserve.cli.files.record_files import batches_of, opened_by_member
 from ffserve.cli.flags import format_option
 from ffserve.errors import UsageError, outside
 
@@ -98,12 +98,12 @@ def _named(reader: ffserve.Reader, name: str, file: str) -> int:
     """Return the index of the sample with a name."""
     try:
         if any(shard.format == "tar" for shard in reader.shards):
-            return names_of(reader).index(name)
+            return reader.names.index(name)
         return reader.index_of("/".join(PurePath(name).parts))
     except (LookupError, ValueError):
         raise UsageError(
             f"no sample has the name {name!r}"
-            if names_of(reader)
+            if reader.names
             else f"{name!r} is not an index, and the file has no names",
             path=file,
             hint="'ffserve ls' lists the samples and their names",

@@ -12,7 +12,7 @@ import click
 import numpy as np
 
 from ffserve.cli import report
-from ffserve.cli.files.record_files import names_of, opened_by_member
+from ffserve.cli.files.record_files import opened_by_member
 from ffserve.cli.flags import format_option, json_option
 from ffserve.cli.terminal import write_json_rows, write_lines
 from ffserve.errors import FFServeError, outside, printable
@@ -122,7 +122,7 @@ def ls(file: str, start: int, count: int | None, format_name: str | None, as_jso
         stop = len(reader) if count is None else min(start + count, len(reader))
         code, names = 0, list[str]()
         try:
-            names = names_of(reader)
+            names = reader.names
         except FFServeError as error:  # they are damaged
             code = report(error)
         rows, several = _rows(reader, names, start, stop), len(reader.shards) > 1

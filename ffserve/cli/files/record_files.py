@@ -80,10 +80,3 @@ def opened_by_member(file: str, format_name: str | None, server: str) -> ffserve
         return reader
     reader.close()
     return open_files(file, "tar", server, whole=True)
-
-
-def names_of(reader: ffserve.Reader) -> list[str]:
-    """Return the names of all samples, if they have names. Raises: as `ffserve.Reader.names`."""
-    if any(shard.format == "tar" for shard in reader.shards):
-        return reader.member_names(range(len(reader)))
-    return reader.names
