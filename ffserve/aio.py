@@ -268,7 +268,9 @@ class Reader(BaseReader):
         self, indices: Any = None, *, count: int = READ_AHEAD_COUNT, size: int = READ_AHEAD_SIZE
     ) -> Any:
         """Read in order with read-ahead, as `ffserve.Reader.batches`; an async generator."""
-        async with contextlib.aclosing(self._in_order(self._rows(indices), count, size)) as answers:
+        async with contextlib.aclosing(
+            self._in_order(self._rows_or_all(indices), count, size)
+        ) as answers:
             async for part, batch, failed in answers:
                 self._raise_first(failed, part.numbers)
                 yield part.by_field(batch)
@@ -330,14 +332,14 @@ class Reader(BaseReader):
 
     async def sizes(self, indices: Any = None) -> Int64s:
         """Return lengths in bytes, int64[n], as `ffserve.Reader.sizes`; None for all."""
-        rows = self._rows(indices)
+        rows = self._rows_or_all(indices)
         with self._by_index():
             sizes = await self._retrying(lambda state, source: state.sizes(source, rows.numbers))
         return rows.sums(sizes)
 
     async def _leave_out_damaged(self) -> None:
         bad: dict[int, FFServeError] = {}
-        everything = self._in_order(self._rows(None), READ_AHEAD_COUNT, READ_AHEAD_SIZE)
+        everything = self._in_order(self._rows_or_all(), READ_AHEAD_COUNT, READ_AHEAD_SIZE)
         async for part, _, failed in everything:
             bad |= by_number(part, failed)
         self._leave_out(bad)

@@ -223,22 +223,25 @@ class BaseReader:
         return list(self._damaged)
 
     def _indices(self, indices: Any) -> Int64s:
-        """Return indices, which were checked; None: all."""
+        """Return indices, which were checked."""
         if self._request.closed:
             raise closed_error()
-        count = len(self)
-        return check_range(as_int64(range(count) if indices is None else indices, count), count)
+        return check_range(as_int64(indices, len(self)), len(self))
 
     def _numbers(self, indices: Any) -> Int64s:
         chosen = self._indices(indices)
         return chosen if self._numbering is None else self._numbering.numbers(chosen)
 
     def _rows(self, indices: Any, *, together: bool = False) -> Rows:
-        """Return what is read of samples; None: of all. Args: together: see `FieldSelection`."""
+        """Return what is read of samples. Args: together: see `FieldSelection.rows`."""
         chosen = self._indices(indices)
         if isinstance(self._numbering, FieldSelection):
             return self._numbering.rows(chosen, together=together)
         return Rows(chosen if self._numbering is None else self._numbering.numbers(chosen))
+
+    def _rows_or_all(self, indices: Any = None) -> Rows:
+        """Return what is read of samples; None: of all."""
+        return self._rows(range(len(self)) if indices is None else indices)
 
     def sample_numbers(self, indices: Any) -> Int64s:
         """Return the numbers of samples among all of the files, int64[n]: what a source takes. With
@@ -307,7 +310,7 @@ class BaseReader:
             self._numbering = self._numbering.without(self._numbering.indices(numbers))
             return
         if isinstance(self._numbering, Selection):
-            shown = self._numbers(None)
+            shown = self._numbers(range(len(self)))
             self._numbering = Selection(shown[~np.isin(shown, numbers)])
             return
         if isinstance(self._numbering, Numbering):
@@ -377,7 +380,7 @@ class BaseReader:
                         directories.add("/".join(parts))
                 for name, values in table.items():
                     labels.setdefault(name, {}).update(enumerate(values, shard.first))
-        names = [by_number.get(number, "") for number in self._numbers(None).tolist()]
+        names = [by_number.get(number, "") for number in self._numbers(range(len(self))).tolist()]
         self._directories, self._labels = sorted(directories), labels
         self._names = names  # last: other threads that see them take the labels, too
         return names
@@ -817,7 +820,7 @@ class Reader(BaseReader, Sequence[Bytes]):
 
         Raises: as `read`, when the batch concerned is due.
         """
-        rows = self._rows(indices)
+        rows = self._rows_or_all(indices)
         if indices is not None and isinstance(source := self._selector.current(), LocalSource):
             source.follow(rows.numbers)
         with contextlib.closing(self._in_order(rows, count, size)) as answers:
@@ -835,7 +838,7 @@ class Reader(BaseReader, Sequence[Bytes]):
         Raises: ServerUnavailable, as `read`.
         """
         first = 0
-        with contextlib.closing(self._in_order(self._rows(indices), count, size)) as answers:
+        with contextlib.closing(self._in_order(self._rows_or_all(indices), count, size)) as answers:
             for part, batch, failed in answers:
                 numbers = part.numbers
                 named = {k: self._named(error, k, numbers) for k, error in sorted(failed.items())}
@@ -961,7 +964,7 @@ class Reader(BaseReader, Sequence[Bytes]):
     def estimates(self, indices: Any = None) -> Int64s:
         """Return lengths in bytes, int64[n], as `sizes`, but a guess instead of a read where a
         length is not known."""
-        return self._estimates_of(self._rows(indices))
+        return self._estimates_of(self._rows_or_all(indices))
 
     def _estimates_of(self, rows: Rows) -> Int64s:
         return rows.sums(self._retrying(lambda source: source.estimate(rows.numbers)))
@@ -973,7 +976,7 @@ class Reader(BaseReader, Sequence[Bytes]):
 
         Cost: no sample is read, except those in chunks (RecordIO) that were never decoded before.
         """
-        rows = self._rows(indices)
+        rows = self._rows_or_all(indices)
         with self._by_index():
             return rows.sums(self._retrying(lambda source: source.sizes(rows.numbers)))
 
@@ -991,7 +994,9 @@ class Reader(BaseReader, Sequence[Bytes]):
 
     def _leave_out_damaged(self) -> None:
         bad: dict[int, FFServeError] = {}
-        for part, _, failed in self._in_order(self._rows(None), READ_AHEAD_COUNT, READ_AHEAD_SIZE):
+        for part, _, failed in self._in_order(
+            self._rows_or_all(), READ_AHEAD_COUNT, READ_AHEAD_SIZE
+        ):
             bad |= by_number(part, failed)
         self._leave_out(bad)
 

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,6 +120,11 @@ class Counted:
         """Read; see `ReadAt`."""
         self._reading(len(into))
         return self._read_at(offset, into)
+
+    @property
+    def headers(self) -> Any:
+        """How a scan reads headers by itself, of which only the first one is told; None: not."""
+        return getattr(self._read_at, "headers", None)
 
     def next_data(self, offset: int) -> int:
         """See `formats.base.next_data`."""

@@ -22,6 +22,7 @@ MORE: int = lib.FFS_TAR_MORE
 ROWS: int = lib.FFS_TAR_ROWS
 LINK: int = lib.FFS_TAR_LINK
 END: int = lib.FFS_TAR_END
+FAULT: int = lib.FFS_TAR_FAULT
 """Reasons for stopping, see tar.h."""
 
 Tables: TypeAlias = tuple[UInt64s, UInt64s, UInt32s]
@@ -58,6 +59,11 @@ class TarScanner:
         """Continue through the file's bytes [base, base + size), the first ones of `window`; return
         the reason for stopping."""
         return int(lib.ffs_tar(self.state, self._window, base, size))
+
+    def headers(self, fd: int, size: int, large: int) -> int:
+        """Continue through headers that are read from a descriptor, ``size`` bytes each, as long as
+        members have ``large`` bytes or more; return the reason for stopping."""
+        return int(lib.ffs_tar_headers(self.state, fd, self._window, size, large))
 
     def take(self) -> tuple[bytes, Tables]:
         """Return the members since the last call, at most BLOCK_COUNT, as names, each with a zero

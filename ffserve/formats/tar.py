@@ -125,7 +125,8 @@ class _HeaderScan:
     ) -> None:
         self._read_at, self._size, self._path = read_at, size, path
         self._admit = admit
-        self._scanner = tar.TarScanner(size, min(size, PIECE_SIZE), tolerant=tolerant)
+        window = min(max(size, HEADER_SIZE), PIECE_SIZE)
+        self._scanner = tar.TarScanner(size, window, tolerant=tolerant)
         self._tables: list[Tables] = []
         self._blocks: list[bytes] = []
         self._count = self._names_size = 0
@@ -134,22 +135,29 @@ class _HeaderScan:
     def run(self) -> TarShard:
         """Scan the file."""
         scanner, state, most = self._scanner, self._scanner.state, 64 << 10
+        headers = getattr(self._read_at, "headers", None)
         while True:
             base, large = state.at, state.length >= LARGE_SIZE
             size = min(max(state.wanted, HEADER_SIZE if large else most), self._size - base)
             most = min(2 * most, PIECE_SIZE)
             read_exactly(self._read_at, base, scanner.window[:size], self._path)
             while (stop := scanner.feed(base, size)) in (tar.ROWS, tar.LINK):
-                if stop == tar.ROWS:
-                    self._take()
-                elif len(self._links) == MOST_LINKS:
-                    raise self._error(f"it has more than {MOST_LINKS} hard links")
-                else:
-                    self._links[self._count + state.held - 1] = scanner.link
+                self._note(stop)
+            if stop == tar.MORE and headers is not None:
+                stop = headers(scanner, HEADER_SIZE, LARGE_SIZE)
+                self._note(stop)
             if stop == tar.END:
                 return self._finished()
-            if stop != tar.MORE:
+            if stop == tar.FAULT:
                 raise self._fault()
+
+    def _note(self, stop: int) -> None:
+        if stop == tar.ROWS:
+            self._take()
+        elif stop == tar.LINK:
+            if len(self._links) == MOST_LINKS:
+                raise self._error(f"it has more than {MOST_LINKS} hard links")
+            self._links[self._count + self._scanner.state.held - 1] = self._scanner.link
 
     def _take(self) -> None:
         names, tables = self._scanner.take()

@@ -1,5 +1,6 @@
 /* Tar archives: see tar.h. */
 #include <string.h>
+#include <unistd.h>
 
 #include "codec.h"
 #include "tar.h"
@@ -371,4 +372,16 @@ int ffs_tar(ffs_tar_scan *s, const uint8_t *window, uint64_t base, uint64_t size
         if (what != FFS_TAR_MORE)
             return what;
     }
+}
+
+int ffs_tar_headers(ffs_tar_scan *s, int fd, uint8_t *window, uint64_t size, uint64_t large)
+{
+    int why = FFS_TAR_MORE;
+    while (why == FFS_TAR_MORE && s->length >= large) {
+        ssize_t got = pread(fd, window, size, (off_t)s->at);
+        if (got < (ssize_t)s->wanted)
+            break;
+        why = ffs_tar(s, window, s->at, (uint64_t)got);
+    }
+    return why;
 }
