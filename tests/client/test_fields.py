@@ -77,6 +77,8 @@ def test_all_fields(data: tuple[list[str], list[Sample]], server: str) -> None:
         assert as_bytes(reader.read([])) == {name: [] for name in reader.fields}
         with pytest.raises(SampleIndexError):
             reader.read([len(samples)])
+        with pytest.raises(UsageError, match="samples have several fields"):
+            reader._numbers([0])  # one record each, of which ranges could be read
         found = list(reader.scan(range(100), count=7))
         assert [first for first, _, _ in found] == list(range(0, 100, 7))
         batches = list(reader.batches(range(2000, 3000), count=64))
