@@ -53,13 +53,14 @@ if TYPE_CHECKING:
     from ffserve.client.source import Batch
     from ffserve.compat.ffrecord import FileReader, FileWriter, checkFsAlign
     from ffserve.compat.packed_folder import PackedFolder, pack_folder
-    from ffserve.reader import Reader, open
+    from ffserve.reader import FieldReader, Reader, open
     from ffserve.writer import Writer, create
 
 
 _HOMES = {
     "open": "ffserve.reader",
     "Reader": "ffserve.reader",
+    "FieldReader": "ffserve.reader",
     "Batch": "ffserve.client.source",
     "create": "ffserve.writer",
     "Writer": "ffserve.writer",
@@ -89,6 +90,7 @@ __all__ = [
     "Batch",
     "ChecksumError",
     "FFServeError",
+    "FieldReader",
     "FileReader",
     "FileWriter",
     "FormatError",

@@ -27,10 +27,10 @@ from collections.abc import (
 )
 from typing import Any, Literal, TypeVar, overload
 
-from ffserve.client.announced import check_count
 from ffserve.client.failover import LoopSelector, OpenRequest, announce
 from ffserve.client.loop import Failed, LoopState, in_thread, loop_state
 from ffserve.client.source import Batch, SampleSource, Target, cut
+from ffserve.dataset.fields import Rows, copies
 from ffserve.dataset.layout import ShardInfo
 from ffserve.dataset.paths import PathLike, expand_paths
 from ffserve.dtypes import Bytes, Int64s
@@ -56,13 +56,14 @@ def open(
     server: str = "auto",
     verify: bool = True,
     on_error: Literal["raise", "skip"] = "raise",
+    fields: Sequence[str] | None = None,
 ) -> Opening:
     """Open record files as one sequence of samples; to be awaited, or used in `async with`.
 
-    Args: as `ffserve.open`.
+    Args: as `ffserve.open`. What is read of samples with several fields is that of `FieldReader`.
     Raises: as `ffserve.open`, when it is awaited.
     """
-    return Opening(lambda: _open(paths, format, server, verify, on_error))
+    return Opening(lambda: _open(paths, format, server, verify, on_error, fields))
 
 
 class Opening:
@@ -90,6 +91,7 @@ async def _open(
     server: str,
     verify: bool,
     on_error: Literal["raise", "skip"],
+    fields: Sequence[str] | None,
 ) -> Reader:
     suffixes = check_options(format, server, on_error)
     found = await in_thread(lambda: expand_paths(paths, suffixes=suffixes))
@@ -98,6 +100,7 @@ async def _open(
     try:
         await reader._here().open()
         await reader._find_folders()
+        await reader._find_fields(fields)
         if tolerant:
             await reader._leave_out_damaged()
     except BaseException:
@@ -165,15 +168,34 @@ class Reader(BaseReader):
         search = self._folder_search(await self._here().current())
         if len(search.last):
             sizes = (await self._here().current()).estimate(search.last)
-            unknown = await in_thread(lambda: search.look(sizes))
+            unknown = Rows(await in_thread(lambda: search.look(sizes)))
             reading = self._in_order(unknown, READ_AHEAD_COUNT, READ_AHEAD_SIZE)
             async with contextlib.aclosing(reading) as answers:
-                async for answer in answers:
-                    search.take(*answer)
+                async for rows, batch, failed in answers:
+                    search.take(rows.numbers, batch, failed)
             self._hide_folders(search.found)
+
+    async def _find_fields(self, fields: Sequence[str] | None) -> None:
+        source = await self._here().current()
+        if blocks := self._abouts(source, fields):
+            self._set_fields(source, await self._blocks(blocks), fields)
+
+    async def _blocks(self, blocks: list[tuple[int, int]]) -> list[bytes]:
+        return await self._retrying(lambda state, source: state.named(source, blocks))
+
+    async def keys(self, indices: Any) -> list[str]:
+        """Return the keys of samples of tar files, as `ffserve.Reader.keys`."""
+        names, numbers = self._named_records(indices)
+        missing = names.missing(numbers)
+        blocks = await self._blocks(missing) if missing else []
+        return self._keys_of(names.take(numbers, missing, blocks))
 
     async def names(self) -> list[str]:
         """Return the names of the samples, as `ffserve.Reader.names`."""
+        if self._member_names is not None:
+            if self._names is None:
+                self._names = await self.keys(range(len(self)))
+            return self._names
         if not len(self._folders):
             return []
         if self._names is None:
@@ -210,13 +232,15 @@ class Reader(BaseReader):
 
         Args, Returns, Raises: as `ffserve.Reader.read`. A cancelled read leaves nothing behind.
         """
-        numbers = self._numbers(indices)
+        rows = self._rows(indices)
         target, failed = await self._retrying(
-            lambda state, source: state.read(source, numbers, apart=True)
+            lambda state, source: state.read(source, rows.numbers, apart=True)
         )
         assert target.arrays is not None
-        self._used(numbers)
-        return self._mixed(target.arrays, failed, numbers, errors)
+        self._used(rows.numbers)
+        mixed = self._mixed(target.arrays, failed, rows.numbers, errors)
+        samples: list[Any] = rows.by_field(mixed)
+        return samples
 
     async def read_batch(self, indices: Any, *, out: Bytes | None = None) -> Batch:
         """Read samples into one buffer.
@@ -224,38 +248,40 @@ class Reader(BaseReader):
         Args, Returns, Raises: as `ffserve.Reader.read_batch`. Cancelled with an `out` it ends once
             nothing is written there any more.
         """
-        numbers = self._numbers(indices)
+        rows = self._rows(indices, together=True)
         target, failed = await self._retrying(
-            lambda state, source: state.read(source, numbers, apart=False, out=out)
+            lambda state, source: state.read(source, rows.numbers, apart=False, out=out)
         )
-        self._used(numbers)
-        self._raise_first(failed, numbers)
+        self._used(rows.numbers)
+        self._raise_first(failed, rows.numbers)
         assert target.buffer is not None
-        return Batch(target.buffer, target.offsets)
+        batch: Batch = rows.divided(Batch(target.buffer, target.offsets))
+        return batch
 
     async def __aiter__(self) -> AsyncIterator[Bytes]:
         async with contextlib.aclosing(self.batches()) as batches:
             async for batch in batches:
-                for sample in batch:
-                    yield sample.copy()
+                for sample in copies(batch):
+                    yield sample
 
     async def batches(
         self, indices: Any = None, *, count: int = READ_AHEAD_COUNT, size: int = READ_AHEAD_SIZE
     ) -> Any:
         """Read in order with read-ahead, as `ffserve.Reader.batches`; an async generator."""
-        numbers = self._all_numbers() if indices is None else self._numbers(indices)
-        async with contextlib.aclosing(self._in_order(numbers, count, size)) as answers:
+        async with contextlib.aclosing(
+            self._in_order(self._rows_or_all(indices), count, size)
+        ) as answers:
             async for part, batch, failed in answers:
-                self._raise_first(failed, part)
-                yield batch
+                self._raise_first(failed, part.numbers)
+                yield part.by_field(batch)
 
     async def _in_order(
-        self, numbers: Int64s, count: int, size: int
-    ) -> AsyncGenerator[tuple[Int64s, Batch, Failed], None]:
+        self, rows: Rows, count: int, size: int
+    ) -> AsyncGenerator[tuple[Rows, Batch, Failed], None]:
         ahead = ReadAhead(self._start)
         try:
-            for some, last in pieces(numbers):
-                sizes = (await self._here().current()).estimate(some)
+            for some, last in pieces(rows):
+                sizes = some.sums((await self._here().current()).estimate(some.numbers))
                 for parts, task in ahead.through(cut(some, sizes, count, size), last=last):
                     target, failed = await task
                     assert target.buffer is not None
@@ -290,7 +316,7 @@ class Reader(BaseReader):
 
     def reached(self, epoch: int, position: int) -> None:
         """Tell the daemon how far the job has come, as `ffserve.Reader.reached`."""
-        epoch, position = check_count("epoch", epoch), check_count("position", position)
+        epoch, position = self._counted(epoch, position)
         self._announced.reached(epoch, position)
         source = self._here().source
         if source is not None:
@@ -306,13 +332,14 @@ class Reader(BaseReader):
 
     async def sizes(self, indices: Any = None) -> Int64s:
         """Return lengths in bytes, int64[n], as `ffserve.Reader.sizes`; None for all."""
-        numbers = self._numbers_or_all(indices)
+        rows = self._rows_or_all(indices)
         with self._by_index():
-            return await self._retrying(lambda state, source: state.sizes(source, numbers))
+            sizes = await self._retrying(lambda state, source: state.sizes(source, rows.numbers))
+        return rows.sums(sizes)
 
     async def _leave_out_damaged(self) -> None:
         bad: dict[int, FFServeError] = {}
-        everything = self._in_order(self._all_numbers(), READ_AHEAD_COUNT, READ_AHEAD_SIZE)
+        everything = self._in_order(self._rows_or_all(), READ_AHEAD_COUNT, READ_AHEAD_SIZE)
         async for part, _, failed in everything:
             bad |= by_number(part, failed)
         self._leave_out(bad)

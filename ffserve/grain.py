@@ -13,11 +13,11 @@ import operator
 from typing import Any, SupportsIndex
 
 from ffserve import reader as readers
-from ffserve.dtypes import Bytes
 
 
 class Source:
-    """Samples by index, each a uint8 array that shares no byte with another.
+    """Samples by index, each a uint8 array that shares no byte with another; of several fields a
+    dict of these.
 
     Args:
         paths: as for ``ffserve.open``.
@@ -32,13 +32,16 @@ class Source:
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, index: SupportsIndex) -> Bytes:
+    def __getitem__(self, index: SupportsIndex) -> Any:
         number = operator.index(index)
-        return self._reader.read([number + self._count if number < 0 else number])[0]
+        return self._getitems([number + self._count if number < 0 else number])[0]
 
-    def _getitems(self, indices: list[int]) -> list[Bytes]:
+    def _getitems(self, indices: list[int]) -> list[Any]:
         """Read several samples; Grain calls this if it knows a batch in advance."""
-        return self._reader.read(indices)
+        samples: Any = self._reader.read(indices)
+        if isinstance(self._reader, readers.FieldReader):
+            samples = self._reader.rows_of(samples)
+        return list(samples)
 
     def close(self) -> None:
         """Close this process's reader."""

@@ -24,6 +24,8 @@ from ffserve.writer import create
 
 
 def _as_bytes(sample: Any) -> dict[str, Any]:
+    if isinstance(sample, dict):
+        return {name: None if one is None else one.tobytes() for name, one in sample.items()}
     return {"sample": sample.tobytes()}
 
 
@@ -57,8 +59,11 @@ def _batches(part: Part, options: dict[str, Any]) -> Iterator[tuple[int, Any]]:
             first, stop = (len(reader) * edge // parts for edge in (k, k + 1))
             chosen = np.arange(first, stop)
         for batch in reader.batches(chosen):
-            yield first, batch
-            first += len(batch)
+            rows: Any = batch
+            if isinstance(reader, readers.FieldReader):
+                rows = reader.rows_of(rows)
+            yield first, rows
+            first += len(rows)
 
 
 def _rows(
@@ -96,7 +101,8 @@ def dataset(
     Args:
         paths: as for ``ffserve.open``.
         decode: converts a sample (uint8 array, valid during the call) to the columns of a row. The
-            default returns one column ``sample`` of bytes.
+            default returns one column ``sample`` of bytes; of samples with several fields, which
+            are dicts, a column for each.
         schema: pyarrow.Schema, instead of ``decode``: the records are Examples, of which these
             columns are decoded, a batch at a time in C (``ffserve.example.to_arrow``). With
             ``with_format("arrow")`` they remain Arrow tables.

@@ -379,6 +379,28 @@ class Distrust:
     index: int
 
 
+@dataclass(slots=True)
+class Names:
+    """Ask for the names of records that are fields of samples, or what fields there are.
+
+    `blocks`: packed u32, a pair for each block: position of the shard, number of the block.
+    """
+
+    TYPE: ClassVar[int] = 34
+    tag: int
+    dataset: int
+    blocks: bytes
+
+
+@dataclass(slots=True)
+class Named:
+    """The answer to NAMES. `blocks`: the first ones of those asked for, bytes each."""
+
+    TYPE: ClassVar[int] = 35
+    tag: int
+    blocks: list[Any]
+
+
 Message: TypeAlias = (
     Hello
     | Welcome
@@ -409,6 +431,8 @@ Message: TypeAlias = (
     | Claimed
     | Put
     | Distrust
+    | Names
+    | Named
 )
 
 FROM_CLIENT = (
@@ -432,6 +456,7 @@ FROM_CLIENT = (
     Claim,
     Put,
     Distrust,
+    Names,
 )
 FROM_SERVER = (
     Welcome,
@@ -443,6 +468,7 @@ FROM_SERVER = (
     Need,
     Handed,
     Claimed,
+    Named,
 )
 
 READABLE, YOURS, ELSEWHERE, UNSHARED = range(4)
@@ -456,6 +482,8 @@ loop."""
 MOST_PREPARED_SIZE = (1 << 32) - 1
 """A prepared sample has at most this many bytes."""
 
+MOST_NAMED = 1024
+"""A NAMES asks for at most this many blocks."""
 RECORD_FILE, INDEX_FILE = 0, 1
 """The kinds of descriptors in FILES."""
 

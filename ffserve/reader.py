@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import accumulate
+from operator import methodcaller
 from typing import Any, Generic, Literal, TypeVar, overload
 
 import numpy as np
@@ -29,6 +30,14 @@ from ffserve.client.failover import OpenRequest, SourceSelector, closed_error
 from ffserve.client.local.local_source import LocalSource
 from ffserve.client.record_stream import RecordStream
 from ffserve.client.source import Batch, Leased, SampleSource, cut
+from ffserve.dataset.fields import (
+    FieldSelection,
+    FieldTable,
+    MemberNames,
+    Rows,
+    copies,
+    rows_of,
+)
 from ffserve.dataset.layout import Numbering, Selection, as_int64, check_range
 from ffserve.dataset.layout import ShardInfo as ShardInfo
 from ffserve.dataset.paths import PathLike, expand_paths
@@ -41,10 +50,10 @@ from ffserve.errors import (
     UsageError,
     raise_first,
 )
+from ffserve.formats.members import ABOUT, Members, as_text, key_of
 from ffserve.store.origin import ObjectVersion
 
 T = TypeVar("T")
-
 READ_AHEAD_SIZE = 4 * 1024 * 1024
 READ_AHEAD_COUNT = 1024
 REQUESTS_AHEAD = 3
@@ -58,9 +67,8 @@ one before it, so that the first batch does not wait for 512 samples."""
 SIZES_AT_ONCE = 65_536
 """One request looks up the lengths of this many samples."""
 
-_OF_THIS_PROCESS = frozenset(
-    ("_announced", "_by_name", "_directories", "_indexing", "_labels", "_names", "_opening")
-) | {"_selector", "_selectors", "_stream"}
+_OF_THIS_PROCESS = {"_announced", "_by_name", "_directories", "_ends", "_indexing", "_labels"}
+_OF_THIS_PROCESS |= {"_names", "_opening", "_selector", "_selectors", "_stream"}
 
 
 def open(
@@ -70,13 +78,15 @@ def open(
     server: str = "auto",
     verify: bool = True,
     on_error: Literal["raise", "skip"] = "raise",
+    fields: Sequence[str] | None = None,
 ) -> Reader:
     """Open record files as one sequence of samples.
 
     Args:
         paths: one file, a directory, a glob pattern, the URL of one of these (`s3://…` and all
             others of fsspec), or a sequence of these; samples are numbered through them in order.
-        format: "ffrecord", "recordio", "tfrecord", or None to tell by content, then by suffix.
+        format: "ffrecord", "recordio", "tfrecord", "tar", or None to tell by content, then by
+            suffix.
         server: "auto": the daemon if its socket answers, else an engine in this process; which
             one it is stands in `reader.source`. "start", and "auto" with URLs or with
             FFSERVE_START=1 in the environment: the same, but a daemon is started for this user if
@@ -88,6 +98,9 @@ def open(
             them, and the reader then holds only the intact ones, in order. `reader.damaged` has
             the errors of the others. A file that is damaged between its samples, or was cut, is
             read as far as it can be.
+        fields: of tar files, the fields of a sample that are read, such as ["jpg", "cls"]; None:
+            all. With one field a sample is its bytes, as in other files; with several it is a dict
+            (`FieldReader`).
 
     Of a packed folder the samples are its files, and `reader.names` has their names.
 
@@ -101,11 +114,11 @@ def open(
         FormatError, ChecksumError, TruncatedError: a file is not what its format demands.
         MissingFile (a FileNotFoundError), AccessDenied, ReadError: a file cannot be opened.
         ServerUnavailable: a daemon is required and does not answer.
-        UsageError: an invalid option.
+        UsageError: an invalid option; a field that no sample has.
 
     Cost: with a daemon that has the files open already one round trip; else their tables are read.
     """
-    return open_files(paths, format, server, verify, on_error)
+    return open_files(paths, format, server, verify, on_error, fields=fields)
 
 
 def open_files(
@@ -116,17 +129,24 @@ def open_files(
     on_error: Literal["raise", "skip"] = "raise",
     *,
     whole: bool = False,
+    fields: Sequence[str] | None = None,
 ) -> Reader:
-    """Open files as `open` does. Args: whole: the names of a packed folder are a sample, too."""
+    """Open files as `open` does. Args: whole: the names of a packed folder are a sample, too, and
+    each member of a tar file is one."""
     suffixes = check_options(format, server, on_error)
     tolerant = on_error == "skip"
     files = expand_paths(paths, suffixes=suffixes)
     if format in (None, "tfrecord") and is_compressed(files[0]):
+        if fields is not None:
+            raise _no_fields(files[0])
         stream = StreamReader(files, server, verify=verify, tolerant=tolerant)
         if server not in ("auto", "start", "off"):
             stream.open_by_index()
         return stream
-    reader = Reader(files, format, server, verify, tolerant, whole=whole)
+    reader = Reader(files, format, server, verify, tolerant, whole=whole, fields=fields)
+    if reader._fields is not None and reader._fields.several:
+        # What the samples are is known when the files are open.
+        reader.__class__ = FieldReader
     if tolerant:
         try:
             reader._leave_out_damaged()
@@ -152,6 +172,14 @@ def check_options(format: str | None, server: str, on_error: str) -> Callable[[]
     return lambda: formats.suffixes(format)
 
 
+def _no_fields(path: str) -> UsageError:
+    return UsageError(
+        "only samples of tar files have fields",
+        path=path,
+        hint="leave fields out; of tf.train.Examples ffserve.torch.Dataset takes features",
+    )
+
+
 class BaseReader:
     """Readers that block and readers that await: indices, numbers, errors, counters.
 
@@ -164,8 +192,11 @@ class BaseReader:
 
     def __init__(self, request: OpenRequest) -> None:
         self._request = request
-        self._numbering: Numbering | Selection | None = None
+        self._numbering: Numbering | Selection | FieldSelection | None = None
         """None: all samples are shown."""
+        self._fields: FieldSelection | None = None
+        """Of files whose records are members of samples, unless each is shown as a sample."""
+        self._member_names: MemberNames | None = None
         self._folders = np.zeros(0, np.int64)
         """Numbers of the hidden samples with names."""
         self._damaged: list[FFServeError] = []
@@ -179,6 +210,8 @@ class BaseReader:
         self._labels: dict[str, dict[int, Any]] = {}
         """By column and number of the sample."""
         self._by_name: dict[str, int] | None = None
+        self._ends: dict[int, Int64s | None] = {}
+        """By epoch of an announced order of samples with several fields; see `Rows.ends`."""
         connections.call_after_fork(self)
 
     def __len__(self) -> int:
@@ -189,25 +222,41 @@ class BaseReader:
         """The errors of samples that `on_error="skip"` left out; indices are those in the files."""
         return list(self._damaged)
 
-    def _numbers(self, indices: Any) -> Int64s:
+    def _indices(self, indices: Any) -> Int64s:
+        """Return indices, which were checked."""
         if self._request.closed:
             raise closed_error()
-        chosen = check_range(as_int64(indices, len(self)), len(self))
+        return check_range(as_int64(indices, len(self)), len(self))
+
+    def _numbers(self, indices: Any) -> Int64s:
+        chosen = self._indices(indices)
         return chosen if self._numbering is None else self._numbering.numbers(chosen)
 
-    def _all_numbers(self) -> Int64s:
-        shown = np.arange(len(self), dtype=np.int64)
-        return shown if self._numbering is None else self._numbering.numbers(shown)
+    def _rows(self, indices: Any, *, together: bool = False) -> Rows:
+        """Return what is read of samples. Args: together: see `FieldSelection.rows`."""
+        chosen = self._indices(indices)
+        if isinstance(self._numbering, FieldSelection):
+            return self._numbering.rows(chosen, together=together)
+        return Rows(chosen if self._numbering is None else self._numbering.numbers(chosen))
+
+    def _rows_or_all(self, indices: Any = None) -> Rows:
+        """Return what is read of samples; None: of all."""
+        return self._rows(range(len(self)) if indices is None else indices)
+
+    def sample_numbers(self, indices: Any) -> Int64s:
+        """Return the numbers of samples among all of the files, int64[n]: what a source takes. With
+        several fields that of the first one's record.
+
+        Args: indices: int64[n], which exist.
+        """
+        chosen: Int64s = np.asarray(indices, np.int64)
+        if isinstance(self._numbering, FieldSelection):
+            return self._numbering.first_records(chosen)
+        return chosen if self._numbering is None else self._numbering.numbers(chosen)
 
     def sample_indices(self, numbers: Int64s) -> Int64s:
         """Return the indices of numbers that `sample_numbers` returned."""
         return numbers if self._numbering is None else self._numbering.indices(numbers)
-
-    def _numbers_or_all(self, indices: Any) -> Int64s | None:
-        """Return numbers; None: all samples of the files."""
-        if indices is None:
-            return None if self._numbering is None else self._all_numbers()
-        return self._numbers(indices)
 
     def _named(self, error: FFServeError, position: int, numbers: Int64s) -> FFServeError:
         if self._numbering is None:
@@ -247,10 +296,23 @@ class BaseReader:
 
     def _leave_out(self, bad: dict[int, FFServeError]) -> None:
         """Hide these samples, by number."""
+        numbers = np.array(list(bad), np.int64)
+        if self._fields is not None:
+            samples = self._fields.table.samples_of(numbers).tolist()
+            found, bad = zip(samples, bad.values(), strict=True), {}
+            for index, error in found:
+                bad.setdefault(index, error.located(index=index))
         self._damaged += bad.values()
-        self._hide(np.array(list(bad), np.int64))
+        self._hide(numbers)
 
     def _hide(self, numbers: Int64s) -> None:
+        if isinstance(self._numbering, FieldSelection):
+            self._numbering = self._numbering.without(self._numbering.indices(numbers))
+            return
+        if isinstance(self._numbering, Selection):
+            shown = self._numbers(range(len(self)))
+            self._numbering = Selection(shown[~np.isin(shown, numbers)])
+            return
         if isinstance(self._numbering, Numbering):
             numbers = np.concatenate((numbers, self._numbering.hidden))
         if len(numbers):
@@ -261,11 +323,14 @@ class BaseReader:
 
         Args: indices: as for `read`; none twice.
         """
-        numbers = self._numbers(indices)
+        shown = self._indices(indices)
         if self._names is not None:
-            before = self.sample_indices(numbers).tolist()
-            self._names = [self._names[k] for k in before]
-        self._numbering, self._by_name = Selection(numbers), None
+            self._names = [self._names[k] for k in shown.tolist()]
+        self._by_name = None
+        if isinstance(self._numbering, FieldSelection):
+            self._numbering = self._numbering.select(shown)
+        else:
+            self._numbering = Selection(self._numbers(shown))
 
     # ---- packed folders -------------------------------------------------------------------
 
@@ -286,15 +351,14 @@ class BaseReader:
 
     def _shown_shards(self, shards: list[ShardInfo]) -> list[ShardInfo]:
         """Return the files of a source without the samples that are names."""
-        if not len(self._folders):
+        if self._fields is not None:
+            counts = self._fields.table.counts
+        elif len(self._folders):
+            counts = [shard.count - self._ends_with_names(shard) for shard in shards]
+        else:
             return list(shards)
-        shown: list[ShardInfo] = []
-        first = 0
-        for shard in shards:
-            count = shard.count - self._ends_with_names(shard)
-            shown.append(dataclasses.replace(shard, count=count, first=first))
-            first += count
-        return shown
+        edges = zip(shards, counts, accumulate(counts, initial=0), strict=False)
+        return [dataclasses.replace(s, count=count, first=first) for s, count, first in edges]
 
     def _set_names(
         self, shards: list[ShardInfo], batch: Batch, failed: dict[int, FFServeError]
@@ -316,7 +380,7 @@ class BaseReader:
                         directories.add("/".join(parts))
                 for name, values in table.items():
                     labels.setdefault(name, {}).update(enumerate(values, shard.first))
-        names = [by_number.get(number, "") for number in self._all_numbers().tolist()]
+        names = [by_number.get(number, "") for number in self._numbers(range(len(self))).tolist()]
         self._directories, self._labels = sorted(directories), labels
         self._names = names  # last: other threads that see them take the labels, too
         return names
@@ -345,6 +409,64 @@ class BaseReader:
             )
         return index
 
+    # ---- fields ---------------------------------------------------------------------------
+
+    def _abouts(self, source: SampleSource, fields: Sequence[str] | None) -> list[tuple[int, int]]:
+        """Return the blocks that describe the files, if their records are members of samples.
+
+        Raises: UsageError: fields are asked for where there are none; there are other files, too.
+        """
+        shards = source.shards
+        others = [shard for shard in shards if shard.format != "tar"]
+        if others and fields is not None:
+            raise _no_fields(others[0].path)
+        if len(others) == len(shards):
+            return []
+        if others:
+            raise UsageError(
+                f"tar files cannot be one data set with a file of {others[0].format}",
+                path=others[0].path,
+                hint="open them by themselves; ffserve.torch.ConcatDataset joins data sets",
+            )
+        self._member_names = MemberNames(shards)
+        return [(k, ABOUT) for k in range(len(shards))]
+
+    def _set_fields(
+        self, source: SampleSource, abouts: list[bytes], fields: Sequence[str] | None
+    ) -> None:
+        """Show samples by fields. Args: abouts: the descriptions of the files."""
+        paths = [shard.path for shard in source.shards]
+        rows = zip(abouts, source.shards, strict=True)
+        members = [Members.of(about, shard.count, shard.path) for about, shard in rows]
+        table = FieldTable(members, lambda k: source.tables(k)[2], paths)
+        self._fields = FieldSelection(table, fields, paths[0])
+        if self._fields.is_identity:
+            return
+        self._numbering = self._fields
+        if self._request.tolerant and (lacking := self._fields.lacking()):
+            self._damaged += lacking.values()
+            self._numbering = self._fields.without(np.array([*lacking]))
+
+    @property
+    def fields(self) -> list[str]:
+        """The fields of the samples of tar files, in order; of other files there are none."""
+        return [] if self._fields is None else list(self._fields.names)
+
+    def _named_records(self, indices: Any) -> tuple[MemberNames, Int64s]:
+        """Return a record of each sample, whose name has its key. Raises: UsageError."""
+        if self._member_names is None:
+            raise UsageError("only tar files have keys", path=self._request.paths[0])
+        return self._member_names, self.sample_numbers(self._indices(indices))
+
+    def _keys_of(self, names: list[bytes]) -> list[str]:
+        """Return the keys of samples; those of members that are samples are their names."""
+        return list(map(as_text if self._fields is None else key_of, names))
+
+    @property
+    def verified(self) -> bool:
+        """Whether the bytes of samples are compared with checksums: tar files have none."""
+        return self._request.verify and self._member_names is None
+
     def _summed(
         self, current: SampleSource, spare: SampleSource | None
     ) -> dict[str, int | float | str]:
@@ -364,11 +486,18 @@ class BaseReader:
 
     def _checked_order(self, order: Any, epoch: int, name: str | None, replacement: bool) -> Order:
         """Return the arguments of `SampleSource.announce`. Raises: as `Reader.announce`."""
-        numbers = self._numbers(order)
+        rows = self._rows(order)
         epoch = check_count("epoch", epoch)
         with self._by_index():
-            check_order(numbers, self._request.count, name, replacement)
-        return numbers, epoch, name, replacement
+            check_order(rows.numbers, self._request.count, name, replacement)
+        self._ends = {epoch - 1: self._ends.get(epoch - 1), epoch: rows.ends}
+        return rows.numbers, epoch, name, replacement
+
+    def _counted(self, epoch: int, position: int) -> tuple[int, int]:
+        """Return a position in an announced order, which a daemon counts in records."""
+        epoch, position = check_count("epoch", epoch), check_count("position", position)
+        ends = self._ends.get(epoch)
+        return epoch, position if ends is None else int(ends[min(position, len(ends) - 1)])
 
     def __getstate__(self) -> dict[str, Any]:
         own = dataclasses.replace(self._request, totals={})
@@ -402,6 +531,7 @@ class Reader(BaseReader, Sequence[Bytes]):
         identities: tuple[ObjectVersion, ...] = (),
         *,
         whole: bool = False,
+        fields: Sequence[str] | None = None,
     ) -> None:
         request = OpenRequest(paths, format, server, verify, tolerant, seen, identities=identities)
         super().__init__(request)
@@ -409,6 +539,7 @@ class Reader(BaseReader, Sequence[Bytes]):
         try:
             if not whole:
                 self._find_folders()
+            self._find_fields(fields, whole=whole)
         except BaseException:
             self.close()
             raise
@@ -416,12 +547,17 @@ class Reader(BaseReader, Sequence[Bytes]):
     def _find_folders(self) -> None:
         search = self._folder_search(self._selector.current())
         if len(search.last):
-            unknown = search.look(self._estimates_of(search.last))
+            unknown = Rows(search.look(self._estimates_of(Rows(search.last))))
             reading = self._in_order(unknown, READ_AHEAD_COUNT, READ_AHEAD_SIZE)
             with contextlib.closing(reading) as answers:
-                for answer in answers:
-                    search.take(*answer)
+                for rows, batch, failed in answers:
+                    search.take(rows.numbers, batch, failed)
             self._hide_folders(search.found)
+
+    def _find_fields(self, fields: Sequence[str] | None, *, whole: bool) -> None:
+        source = self._selector.current()
+        if (blocks := self._abouts(source, fields)) and not whole:
+            self._set_fields(source, self._retrying(methodcaller("named", blocks)), fields)
 
     def _set_up(self) -> None:
         super()._set_up()
@@ -466,14 +602,33 @@ class Reader(BaseReader, Sequence[Bytes]):
         as those of `os.listdir`.
 
         Raises: FormatError, ChecksumError: the names are damaged; otherwise as `read`.
+        Of tar files these are the keys of the samples.
+
         Cost: the first time one to two seconds per million names.
         """
+        if self._member_names is not None:
+            if self._names is None:
+                self._names = self.keys(range(len(self)))
+            return self._names
         if not len(self._folders):
             return []
         if self._names is None:
             batch, failed = self._retrying(lambda source: self._batch(source, self._folders))
             return self._set_names(self._selector.current().shards, batch, failed)
         return self._names
+
+    def keys(self, indices: Any) -> list[str]:
+        """Return the keys of samples of tar files: a member's name up to the first dot of its last
+        part. Names that are not UTF-8 have surrogates, as those of `os.listdir`.
+
+        Args: indices: as for `read`.
+        Raises: UsageError: the files have none.
+        Cost: about a second per million keys in order.
+        """
+        names, numbers = self._named_records(indices)
+        missing = names.missing(numbers)
+        blocks = self._retrying(methodcaller("named", missing)) if missing else []
+        return self._keys_of(names.take(numbers, missing, blocks))
 
     @property
     def directories(self) -> list[str]:
@@ -504,23 +659,10 @@ class Reader(BaseReader, Sequence[Bytes]):
         """
         return self._index_of(name, self.names)
 
-    def sample_numbers(self, indices: Any) -> Int64s:
-        """Return the numbers of samples among all of the files, int64[n]: what a source takes.
-
-        Args: indices: int64[n], which exist.
-        """
-        chosen: Int64s = np.asarray(indices, np.int64)
-        return chosen if self._numbering is None else self._numbering.numbers(chosen)
-
     @property
     def shown(self) -> tuple[Any, ...]:
         """A key of the files and the samples shown: equal if the same index is the same sample."""
-        numbering = self._numbering
-        if numbering is None:
-            return self._request.paths, b""
-        which = numbering.chosen if isinstance(numbering, Selection) else numbering.hidden
-        digest = hashlib.blake2b(which.tobytes(), digest_size=16).digest()
-        return self._request.paths, type(numbering).__name__, digest
+        return self._request.paths, b"" if self._numbering is None else self._numbering.key
 
     # ---- reading --------------------------------------------------------------------------
 
@@ -552,15 +694,17 @@ class Reader(BaseReader, Sequence[Bytes]):
         kind = type(indices)
         if kind is not list and kind is not tuple and kind is not np.ndarray:
             indices = as_int64(indices, len(self))
+        rows = None
         if self._numbering is not None:
-            indices = self._numbers(indices)
+            rows = self._rows(indices)
+            indices = rows.numbers
         source, lookup = self._selector.selection.source, None
         if source is not None:
             lookup = source.cached_arrays(indices)
             if type(lookup) is list:
                 if self._announced.any:
                     self._used(as_int64(indices, self._request.count))
-                return lookup
+                return lookup if rows is None else rows.by_field(lookup)
         numbers = self._numbers(indices) if self._numbering is None else indices
 
         def attempt(current: SampleSource) -> tuple[list[Bytes], dict[int, FFServeError]]:
@@ -572,7 +716,8 @@ class Reader(BaseReader, Sequence[Bytes]):
 
         arrays, failed = self._retrying(attempt)
         self._used(numbers)
-        return self._mixed(arrays, failed, numbers, errors)
+        mixed = self._mixed(arrays, failed, numbers, errors)
+        return mixed if rows is None else rows.by_field(mixed)
 
     def read_batch(self, indices: Any, *, out: Bytes | None = None) -> Batch:
         """Read samples into one buffer.
@@ -589,15 +734,17 @@ class Reader(BaseReader, Sequence[Bytes]):
         Cost: as `read`, with one allocation for the whole batch. Least for an int64 array.
         """
         numbers = indices if type(indices) is np.ndarray else as_int64(indices, len(self))
+        rows = None
         if self._numbering is not None:
-            numbers = self._numbers(numbers)
+            rows = self._rows(numbers, together=True)
+            numbers = rows.numbers
         source, lookup = self._selector.selection.source, None
         if source is not None:
             found = source.cached_batch(numbers, out)
             if isinstance(found, Batch):
                 if self._announced.any:
                     self._used(numbers)
-                return found
+                return found if rows is None else rows.divided(found)
             lookup = found
         if self._numbering is None:
             numbers = self._numbers(numbers)
@@ -612,7 +759,7 @@ class Reader(BaseReader, Sequence[Bytes]):
         batch, failed = self._retrying(attempt)
         self._used(numbers)
         self._raise_first(failed, numbers)
-        return batch
+        return batch if rows is None else rows.divided(batch)
 
     def lease(self, indices: Any) -> AbstractContextManager[Leased]:
         """Read samples in place.
@@ -630,15 +777,15 @@ class Reader(BaseReader, Sequence[Bytes]):
             processes together hold at most half of the arena; samples beyond that are copied.
             Leased samples cannot be evicted: leave soon.
         """
-        return self._leasing(self._numbers(indices))
+        return self._leasing(self._rows(indices))
 
     @contextlib.contextmanager
-    def _leasing(self, numbers: Int64s) -> Iterator[Leased]:
+    def _leasing(self, rows: Rows) -> Iterator[Leased]:
         with self._by_index():
-            leased = self._retrying(lambda source: source.lease(numbers))
+            leased = self._retrying(lambda source: source.lease(rows.numbers))
         try:
-            self._used(numbers)
-            yield leased
+            self._used(rows.numbers)
+            yield rows.by_field(leased)
         finally:
             leased.release()
 
@@ -650,12 +797,13 @@ class Reader(BaseReader, Sequence[Bytes]):
         if isinstance(index, slice):
             return self.read(range(*index.indices(len(self))))
         if isinstance(index, (int, np.integer)) and not isinstance(index, bool):
-            return self.read([int(index)])[0]
+            samples: list[Bytes] = rows_of(self.read([int(index)]))
+            return samples[0]
         return self.read(index)
 
     def __iter__(self) -> Iterator[Bytes]:
         for batch in self.batches():
-            yield from (sample.copy() for sample in batch)
+            yield from copies(batch)
 
     def batches(
         self, indices: Any = None, *, count: int = READ_AHEAD_COUNT, size: int = READ_AHEAD_SIZE
@@ -672,13 +820,13 @@ class Reader(BaseReader, Sequence[Bytes]):
 
         Raises: as `read`, when the batch concerned is due.
         """
-        numbers = self._all_numbers() if indices is None else self._numbers(indices)
+        rows = self._rows_or_all(indices)
         if indices is not None and isinstance(source := self._selector.current(), LocalSource):
-            source.follow(numbers)
-        with contextlib.closing(self._in_order(numbers, count, size)) as answers:
+            source.follow(rows.numbers)
+        with contextlib.closing(self._in_order(rows, count, size)) as answers:
             for part, batch, failed in answers:
-                self._raise_first(failed, part)
-                yield batch
+                self._raise_first(failed, part.numbers)
+                yield part.by_field(batch)
 
     def scan(
         self, indices: Any = None, *, count: int = READ_AHEAD_COUNT, size: int = READ_AHEAD_SIZE
@@ -690,25 +838,25 @@ class Reader(BaseReader, Sequence[Bytes]):
         Raises: ServerUnavailable, as `read`.
         """
         first = 0
-        numbers = self._all_numbers() if indices is None else self._numbers(indices)
-        with contextlib.closing(self._in_order(numbers, count, size)) as answers:
+        with contextlib.closing(self._in_order(self._rows_or_all(indices), count, size)) as answers:
             for part, batch, failed in answers:
-                named = {k: self._named(error, k, part) for k, error in sorted(failed.items())}
-                yield first, batch, named
+                numbers = part.numbers
+                named = {k: self._named(error, k, numbers) for k, error in sorted(failed.items())}
+                yield first, part.by_field(batch), part.by_sample(named)
                 first += len(part)
 
     def _in_order(
-        self, numbers: Int64s, count: int, size: int
-    ) -> Generator[tuple[Int64s, Batch, dict[int, FFServeError]], None, None]:
+        self, rows: Rows, count: int, size: int
+    ) -> Generator[tuple[Rows, Batch, dict[int, FFServeError]], None, None]:
         ahead = ReadAhead(self._start)
         try:
-            for some, last in pieces(numbers):
+            for some, last in pieces(rows):
                 parts = cut(some, self._estimates_of(some), count, size)
                 for asked, begun in ahead.through(parts, last=last):
                     for part, batch, errors in split(asked, *self._finish(*begun)):
                         if self._request.closed:
                             raise closed_error()
-                        self._used(part)
+                        self._used(part.numbers)
                         yield part, batch, errors
         finally:
             # Requests that were not finished have buffers and pins.
@@ -793,7 +941,7 @@ class Reader(BaseReader, Sequence[Bytes]):
         Cost: one small message, no answer, no waiting: a daemon that started anew is looked for in
             a thread, which announces the orders to it.
         """
-        epoch, position = check_count("epoch", epoch), check_count("position", position)
+        epoch, position = self._counted(epoch, position)
         if self._request.closed:
             raise closed_error()
         self._announced.reached(epoch, position)
@@ -816,16 +964,10 @@ class Reader(BaseReader, Sequence[Bytes]):
     def estimates(self, indices: Any = None) -> Int64s:
         """Return lengths in bytes, int64[n], as `sizes`, but a guess instead of a read where a
         length is not known."""
-        return self._estimates_of(
-            self._all_numbers() if indices is None else self._numbers(indices)
-        )
+        return self._estimates_of(self._rows_or_all(indices))
 
-    def _estimates_of(self, numbers: Int64s) -> Int64s:
-        return self._retrying(lambda source: source.estimate(numbers))
-
-    def _sizes_of(self, numbers: Int64s | None) -> Int64s:
-        with self._by_index():
-            return self._retrying(lambda source: source.sizes(numbers))
+    def _estimates_of(self, rows: Rows) -> Int64s:
+        return rows.sums(self._retrying(lambda source: source.estimate(rows.numbers)))
 
     def sizes(self, indices: Any = None) -> Int64s:
         """Return lengths in bytes, int64[n]; None for all.
@@ -834,7 +976,9 @@ class Reader(BaseReader, Sequence[Bytes]):
 
         Cost: no sample is read, except those in chunks (RecordIO) that were never decoded before.
         """
-        return self._sizes_of(self._numbers_or_all(indices))
+        rows = self._rows_or_all(indices)
+        with self._by_index():
+            return rows.sums(self._retrying(lambda source: source.sizes(rows.numbers)))
 
     def tables(
         self, shard: int
@@ -851,7 +995,7 @@ class Reader(BaseReader, Sequence[Bytes]):
     def _leave_out_damaged(self) -> None:
         bad: dict[int, FFServeError] = {}
         for part, _, failed in self._in_order(
-            self._all_numbers(), READ_AHEAD_COUNT, READ_AHEAD_SIZE
+            self._rows_or_all(), READ_AHEAD_COUNT, READ_AHEAD_SIZE
         ):
             bad |= by_number(part, failed)
         self._leave_out(bad)
@@ -879,6 +1023,24 @@ class Reader(BaseReader, Sequence[Bytes]):
         """This process is a child: connect anew at the next use."""
         self._announced.forget()
         self._selector.after_fork()
+
+
+class FieldReader(Reader):
+    """Samples of tar files that have several fields. Made by `ffserve.open`.
+
+    A sample is a dict of its fields: `r[i]` and iteration give one, a field that the sample does
+    not have being None. What Reader's methods return is a dict as well, by field in the order of
+    `fields`: of `read`, `lease`, `batches` and `scan` a list with a value for each sample, of
+    `read_batch` a Batch, in which a field that a sample does not have takes no bytes. An error that
+    `read` returns stands in the place of its field. `sizes` and `estimates` are those of all fields
+    together. Ranges of bytes are those of one field: open the file with one.
+    """
+
+    read: Callable[..., dict[str, list[Any]]]  # type: ignore[assignment]
+    read_batch: Callable[..., dict[str, Batch]]  # type: ignore[assignment]
+    batches: Callable[..., Iterator[dict[str, list[Any]]]]  # type: ignore[assignment]
+
+    rows_of = staticmethod(rows_of)
 
 
 class StreamReader(Reader):
@@ -982,14 +1144,6 @@ class StreamReader(Reader):
     def __bool__(self) -> bool:
         return not self._indexed or len(self) > 0
 
-    def _all_numbers(self) -> Int64s:
-        self.open_by_index()
-        return super()._all_numbers()
-
-    def _numbers_or_all(self, indices: Any) -> Int64s | None:
-        self.open_by_index()
-        return super()._numbers_or_all(indices)
-
     @property
     def source(self) -> str:
         """Return "stream" until the files are open by index, then as `Reader.source`."""
@@ -1030,11 +1184,11 @@ class ReadAhead(Generic[T]):
 
     def __init__(self, start: Callable[[Int64s], T]) -> None:
         self._start = start
-        self.begun: deque[tuple[list[Int64s], T]] = deque()
+        self.begun: deque[tuple[list[Rows], T]] = deque()
 
     def through(
-        self, parts: Iterable[tuple[Int64s, int]], *, last: bool
-    ) -> Iterator[tuple[list[Int64s], T]]:
+        self, parts: Iterable[tuple[Rows, int]], *, last: bool
+    ) -> Iterator[tuple[list[Rows], T]]:
         """Begin the requests for some more batches; yield those that are due to be finished, with
         their batches. Args: parts: see `cut`. last: no more batches follow."""
         for some, whole in read_ahead(parts):
@@ -1045,28 +1199,30 @@ class ReadAhead(Generic[T]):
             yield self.begun.popleft()
 
 
-def pieces(numbers: Int64s) -> Iterator[tuple[Int64s, bool]]:
+def pieces(rows: Rows) -> Iterator[tuple[Rows, bool]]:
     """Yield the samples whose lengths are looked up together, and whether they are the last."""
-    for end in range(SIZES_AT_ONCE, len(numbers) + SIZES_AT_ONCE, SIZES_AT_ONCE):
-        yield numbers[end - SIZES_AT_ONCE : end], end >= len(numbers)
+    step = max(SIZES_AT_ONCE // rows.width, 1)
+    for end in range(step, len(rows) + step, step):
+        yield rows[end - step : end], end >= len(rows)
 
 
-def by_number(part: Int64s, failed: dict[int, FFServeError]) -> dict[int, FFServeError]:
+def by_number(part: Rows, failed: dict[int, FFServeError]) -> dict[int, FFServeError]:
     """Return errors by number instead of by position in a batch."""
-    return {int(part[k]): error for k, error in failed.items()}
+    return {int(part.numbers[k]): error for k, error in failed.items()}
 
 
-def read_ahead(parts: Iterable[tuple[Int64s, int]]) -> Iterator[tuple[list[Int64s], Int64s]]:
+def read_ahead(parts: Iterable[tuple[Rows, int]]) -> Iterator[tuple[list[Rows], Int64s]]:
     """Group small batches that follow each other into requests. `parts`: see `cut`.
 
     Yields: the batches of a request, and all their samples.
     """
     for some in _grouped(parts):
-        yield some, some[0] if len(some) == 1 else np.concatenate(some)
+        numbers = [each.numbers for each in some]
+        yield some, numbers[0] if len(some) == 1 else np.concatenate(numbers)
 
 
-def _grouped(parts: Iterable[tuple[Int64s, int]]) -> Iterator[list[Int64s]]:
-    some: list[Int64s] = []
+def _grouped(parts: Iterable[tuple[Rows, int]]) -> Iterator[list[Rows]]:
+    some: list[Rows] = []
     count = total = 0
     most = GROUP_FIRST
     for part, size in parts:
@@ -1081,11 +1237,11 @@ def _grouped(parts: Iterable[tuple[Int64s, int]]) -> Iterator[list[Int64s]]:
 
 
 def split(
-    parts: list[Int64s], batch: Batch, failed: dict[int, FFServeError]
-) -> Iterator[tuple[Int64s, Batch, dict[int, FFServeError]]]:
+    parts: list[Rows], batch: Batch, failed: dict[int, FFServeError]
+) -> Iterator[tuple[Rows, Batch, dict[int, FFServeError]]]:
     """Split the answer to a request into its batches.
 
-    Yields: the samples' numbers, the batch (a part of the whole one's buffer), the errors by
+    Yields: what was read of samples, the batch (a part of the whole one's buffer), the errors by
     position in it.
     """
     if len(parts) == 1:
@@ -1093,8 +1249,9 @@ def split(
         return
     first = 0
     for part in parts:
-        offsets = batch.offsets[first : first + len(part) + 1]
+        count = len(part.numbers)
+        offsets = batch.offsets[first : first + count + 1]
         low, high = int(offsets[0]), int(offsets[-1])
-        errors = {k - first: e for k, e in failed.items() if 0 <= k - first < len(part)}
+        errors = {k - first: e for k, e in failed.items() if 0 <= k - first < count}
         yield part, Batch(batch.buffer[low:high], offsets - low), errors
-        first += len(part)
+        first += count

@@ -18,7 +18,7 @@ import numpy as np
 
 from ffserve.errors import UsageError
 from ffserve.example import to_arrow
-from ffserve.reader import Reader, StreamReader
+from ffserve.reader import FieldReader, Reader, StreamReader
 from ffserve.reader import open as open_reader
 from ffserve.recordio import index
 
@@ -62,7 +62,7 @@ def dataset(
     Cost:    one more copy of each sample than with a Reader.
     """
     tf = _tensorflow()
-    reader = paths if isinstance(paths, Reader) else open_reader(paths, **options)
+    reader = _one_field(paths if isinstance(paths, Reader) else open_reader(paths, **options))
     batches = _epochs(reader, indices, batch, lambda part, _: _objects(map(bytes, part), len(part)))
     found = tf.data.Dataset.from_generator(
         batches, output_signature=tf.TensorSpec((None,), tf.string)
@@ -102,7 +102,7 @@ def examples(
     # A tensor has no null, so a column without one is what is asked for.
     wanted = _arrow().schema([one.with_nullable(_depth(one.type) > 0) for one in schema])
     signature = {one.name: _spec(tf, one) for one in schema}
-    reader = paths if isinstance(paths, Reader) else open_reader(paths, **options)
+    reader = _one_field(paths if isinstance(paths, Reader) else open_reader(paths, **options))
 
     path = os.fspath(paths) if isinstance(paths, (str, os.PathLike)) else None
 
@@ -112,6 +112,16 @@ def examples(
 
     batches = _epochs(reader, indices, batch, columns)
     return tf.data.Dataset.from_generator(batches, output_signature=signature)
+
+
+def _one_field(reader: Reader) -> Reader:
+    """Return a reader whose samples are bytes. Raises: UsageError: they have several fields."""
+    if isinstance(reader, FieldReader):
+        raise UsageError(
+            f"the samples have the fields {', '.join(reader.fields)}",
+            hint="name one, such as fields=['jpg'], and zip the data sets of several",
+        )
+    return reader
 
 
 def _tensorflow() -> Any:

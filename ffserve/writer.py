@@ -21,7 +21,7 @@ import operator
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -32,7 +32,7 @@ from ffserve import formats
 from ffserve.disk.files import os_error, os_hint, read_at_of, wrap_os_error
 from ffserve.disk.output import OutputFile, write_error, writing
 from ffserve.errors import FFServeError, ReadError, UsageError
-from ffserve.formats.base import BatchEncoder, Encoder, Format, GrowingEncoder
+from ffserve.formats.base import BatchEncoder, Encoder, FieldEncoder, Format, GrowingEncoder
 from ffserve.formats.recordio import FORMAT as RECORDIO
 
 BUFFER_SIZE = 4 << 20
@@ -57,7 +57,7 @@ def create(
     Args:
         path: the file. Its suffix decides the format unless ``format`` is given. An existing file
             stays unchanged until ``close`` replaces it.
-        format: ``"ffrecord"``, ``"recordio"`` or ``"tfrecord"``.
+        format: ``"ffrecord"``, ``"recordio"``, ``"tfrecord"`` or ``"tar"``.
         n: number of samples, if known. ``close`` then requires exactly ``n`` samples, and FFRecord
             needs no spool file.
         compression: ``"none"``, ``"snappy"``, ``"gzip"`` or ``"zlib"``, if the format supports it.
@@ -141,12 +141,14 @@ class Writer:
         """Whether the file was closed, aborted or failed."""
         return self._state != "open"
 
-    def write(self, buffer: Any, /) -> None:
+    def write(self, buffer: Any, /, *, key: str | None = None) -> None:
         """Append one sample.
 
         Args:
             buffer: bytes or any object with the buffer protocol, of any item size and shape. All
-                its bytes are stored, in C order.
+                its bytes are stored, in C order. For a tar file a dict of such buffers by field,
+                such as ``{"jpg": …, "cls": …}``; of a buffer alone the field is "bin".
+            key: for a tar file, the name of its members before the first dot; None: a number.
         Raises:  UsageError: not a buffer (encode str first), more than ``n`` samples, or a closed
                  writer. ReadError: the file cannot be written; it is removed.
         Cost:    one checksum, and one copy of a sample below 4 MiB or not in C order.
@@ -154,13 +156,28 @@ class Writer:
         self._check_owner()
         with self._lock:
             self._check_open()
-            encoded = self._encode(flat(buffer))
+            encoded = self._encode_sample(buffer, key)
             try:
                 self._put(encoded)
             except BaseException as error:
                 self._fail(error)
                 raise
             self._count += 1
+
+    def _encode_sample(self, sample: Any, key: str | None) -> Iterable[bytes | memoryview]:
+        """Encode a buffer, or the fields of a sample if the format has these."""
+        if key is None and not isinstance(sample, Mapping):
+            return self._encode(flat(sample))
+        encoder = self._encoder
+        if not isinstance(encoder, FieldEncoder):
+            raise UsageError(
+                "only samples of tar files have fields and keys",
+                path=self.path,
+                hint="create the file with format='tar'",
+            )
+        fields = sample if isinstance(sample, Mapping) else {"bin": sample}
+        buffers = {str(name): flat(each) for name, each in fields.items()}
+        return self._encoded(lambda: encoder.encode_fields(buffers, key))
 
     def write_batch(self, payloads: NDArray[np.uint8], offsets: NDArray[np.int64], /) -> None:
         """Append samples that are stored back to back, as in a ``Batch``.
@@ -282,8 +299,13 @@ class Writer:
         )
 
     def _encode(self, payload: memoryview) -> Iterable[bytes | memoryview]:
+        return self._encoded(lambda: self._encoder.encode(payload))
+
+    def _encoded(
+        self, encode: Callable[[], Iterable[bytes | memoryview]]
+    ) -> Iterable[bytes | memoryview]:
         try:
-            return self._encoder.encode(payload)
+            return encode()
         except FFServeError as error:
             raise error.located(path=self.path, index=self._count) from None
         except BaseException as error:

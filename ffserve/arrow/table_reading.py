@@ -29,7 +29,7 @@ from ffserve import formats
 from ffserve.arrow import hive
 from ffserve.arrow.columns import Inference, Place, check_schema, decode, records_at
 from ffserve.arrow.hive import DataFile
-from ffserve.arrow.record_types import RecordType
+from ffserve.arrow.record_types import COMPRESSIONS, RecordType
 from ffserve.disk.files import is_compressed, is_compressed_head, open_regular, read_at_of
 from ffserve.dtypes import Bytes
 from ffserve.engine import codec
@@ -188,7 +188,14 @@ def format_of(files: Sequence[DataFile]) -> str:
         raise UsageError("there are no files", hint="check the path, or give a schema and a format")
     first = min(files, key=lambda one: one.size == 0)
     head, size = _head_of(first)
-    return formats.detect(head, first.path, size).name
+    found = formats.detect(head, first.path, size).name
+    if found not in COMPRESSIONS:
+        raise UsageError(
+            f"records of {found} files cannot be read as tables",
+            path=first.path,
+            hint="`ffserve convert` makes a TFRecord file of it",
+        )
+    return found
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias, TypeVar
 
@@ -327,6 +327,13 @@ class LoopState:
         failed = await source.connection.run(request.steps(), request)
         return request.target, failed
 
+    async def named(self, source: SampleSource, blocks: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return blocks of names; see `SampleSource.named`."""
+        if isinstance(source, LocalSource):
+            return source.named(blocks)
+        assert isinstance(source, DaemonSource) and isinstance(source.connection, LoopConnection)
+        return await source.connection.run(source.naming(blocks))
+
     async def _read_local(
         self, source: LocalSource, numbers: Int64s, apart: bool, out: Bytes | None
     ) -> tuple[Target, Failed]:
@@ -355,8 +362,8 @@ class LoopState:
             raise
         return source.collect(request)
 
-    async def sizes(self, source: SampleSource, numbers: Int64s | None) -> Int64s:
-        """Return lengths in bytes; None: of all samples."""
+    async def sizes(self, source: SampleSource, numbers: Int64s) -> Int64s:
+        """Return lengths in bytes."""
         if isinstance(source, LocalSource):
             if source.knows_sizes:
                 return source.sizes(numbers)

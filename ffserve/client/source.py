@@ -9,11 +9,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeAlias, overload
+from typing import Any, Protocol, TypeAlias, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ffserve.dataset.fields import Rows
 from ffserve.dataset.layout import ShardInfo
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.engine.arrays import separate
@@ -21,6 +22,7 @@ from ffserve.engine.shm import Batch as Batch
 from ffserve.engine.shm import empty, keep_freed_memory
 from ffserve.errors import FFServeError, SampleIndexError, UsageError
 
+Samples = TypeVar("Samples", Int64s, Rows)
 Indices: TypeAlias = "NDArray[Any] | list[Any] | tuple[Any, ...]"
 """Sample indices in the types that need no conversion first."""
 
@@ -212,7 +214,7 @@ class SampleSource(Protocol):
         """Sizes and times of the local files at opening, as `contents_of` returns them."""
         ...
 
-    def sizes(self, indices: Int64s | None) -> Int64s:
+    def sizes(self, indices: Int64s) -> Int64s:
         """Return lengths in bytes; reads what must be read to know them.
 
         Raises: the error of the first sample whose length cannot be known.
@@ -280,6 +282,13 @@ class SampleSource(Protocol):
         """Return copies of a shard's payload offsets, lengths and checksums."""
         ...
 
+    def named(self, blocks: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return blocks of the names of records, see `formats/members.py`.
+
+        Args: blocks: the position of a shard whose records are members, and the block's number.
+        """
+        ...
+
     def stats(self) -> dict[str, int | float | str]:
         """Return counters since the source was opened."""
         ...
@@ -293,7 +302,7 @@ class SampleSource(Protocol):
         ...
 
 
-def cut(numbers: Int64s, sizes: Int64s, count: int, size: int) -> Iterator[tuple[Int64s, int]]:
+def cut(numbers: Samples, sizes: Int64s, count: int, size: int) -> Iterator[tuple[Samples, int]]:
     """Cut into parts of at most `count` samples and about `size` bytes, at least one sample.
 
     Yields: the part and its bytes.

@@ -15,7 +15,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,12 +139,18 @@ class FileReader:
     """The names of a packed folder are a sample, as in the original."""
     _chosen: NDArray[np.int64] | None = None
     """The samples that `select` chose, by their index at opening; None: all."""
+    _asked: Sequence[str] | None = None
+    """The fields of tar files that are read; None: all."""
 
     @staticmethod
-    def for_files(fnames: Any, check_data: bool = True) -> FileReader:
+    def for_files(
+        fnames: Any, check_data: bool = True, fields: Sequence[str] | None = None
+    ) -> FileReader:
         """Return a FileReader if the original accepts these names; else one for files of any
-        format, with names as for ``ffserve.open``. The samples are those of ``ffserve.open``: of a
-        packed folder its files."""
+        format, with names and fields as for ``ffserve.open``. The samples are those of
+        ``ffserve.open``: of a packed folder its files."""
+        if fields is not None:
+            return RecordReader(fnames, check_data, fields)
         if isinstance(fnames, (str, os.PathLike)) and Path(fnames).is_dir():
             original = next(Path(fnames).glob("*.ffr"), None) is not None
         else:
@@ -168,7 +174,11 @@ class FileReader:
         self._fnames = self._expanded(fname)
         self._check_data = bool(check_data)
         self._reader = readers.open_files(
-            self._fnames, self._format, verify=self._check_data, whole=self._whole
+            self._fnames,
+            self._format,
+            verify=self._check_data,
+            whole=self._whole,
+            fields=self._asked,
         )
         self._n = len(self._reader)
 
@@ -226,13 +236,14 @@ class FileReader:
         sizes: NDArray[np.int64] = self._open().sizes(indices)
         return sizes
 
-    def read_one(self, index: int) -> NDArray[np.uint8]:
+    def read_one(self, index: int) -> Any:
         """Read one sample; as ``read`` for a single index."""
         try:
             number = operator.index(index)
         except TypeError:
             raise FileTypeError(f"invalid sample index {index!r}: not an integer") from None
-        return self.read((number,))[0]
+        read: Any = self.read((number,))
+        return {name: column[0] for name, column in read.items()} if self.several else read[0]
 
     def announce(
         self,
@@ -258,6 +269,21 @@ class FileReader:
         """Where samples come from now; see ``ffserve.Reader.source``."""
         source: str = self._open().source
         return source
+
+    def fields(self) -> list[str]:
+        """The fields of the samples of tar files; see ``ffserve.Reader.fields``."""
+        fields: list[str] = self._open().fields
+        return fields
+
+    @property
+    def several(self) -> bool:
+        """Whether samples have several fields, so that ``read`` returns a dict."""
+        return isinstance(self._reader, readers.FieldReader)
+
+    def keys(self, indices: Any) -> list[str]:
+        """Return the keys of samples of tar files; see ``ffserve.Reader.keys``."""
+        keys: list[str] = self._open().keys(indices)
+        return keys
 
     @property
     def names(self) -> list[str]:
@@ -355,9 +381,10 @@ class FileReader:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._reader is None:
-            return _reopened, (type(self), self._fnames, self._check_data, self._chosen)
+            kept = type(self), self._fnames, self._check_data, self._asked, self._chosen
+            return _reopened, kept
         # The copy has its own reader, which connects at its first use.
-        kept = type(self), self._fnames, self._check_data, self._chosen
+        kept = type(self), self._fnames, self._check_data, self._asked, self._chosen
         return _copy, (*kept, copy.copy(self._reader), self._n)
 
     def __repr__(self) -> str:
@@ -416,11 +443,17 @@ class RecordReader(OpenedReader):
 
     Args:
         fname: as ``paths`` of ``ffserve.open``: file, directory, pattern, or a sequence of these.
-        check_data: verify checksums.
+        check_data: verify checksums. fields: as of ``ffserve.open``.
     Raises:  as ``ffserve.open``.
     """
 
     _format = None
+
+    def __init__(
+        self, fname: Any, check_data: bool = True, fields: Sequence[str] | None = None
+    ) -> None:
+        self._asked = fields
+        super().__init__(fname, check_data)
 
     @staticmethod
     def _expanded(fname: Any) -> list[str]:
@@ -455,12 +488,14 @@ def _copy(
     kind: type[FileReader],
     fnames: list[str],
     check_data: bool,
+    asked: Sequence[str] | None,
     chosen: NDArray[np.int64] | None,
     reader: Any,
     n: int,
 ) -> FileReader:
     made = kind.__new__(kind)
     made._fnames, made._check_data, made._chosen = fnames, check_data, chosen
+    made._asked = asked
     made._reader, made._n = reader, n
     return made
 
@@ -469,9 +504,11 @@ def _reopened(
     kind: type[FileReader],
     fnames: list[str],
     check_data: bool,
+    asked: Sequence[str] | None,
     chosen: NDArray[np.int64] | None,
 ) -> FileReader:
-    made = kind(fnames, check_data)
+    fields = () if asked is None else (asked,)
+    made = kind(fnames, check_data, *fields)
     if chosen is not None:
         made.select(chosen)
     return made

@@ -59,7 +59,8 @@ class PackedFolder:
 
         Raises:  NoSuchName (also an AssertionError): no such file, or it is a directory.
         """
-        return self.reader.read_one(self._index(fname))
+        content: NDArray[np.uint8] = self.reader.read_one(self._index(fname))
+        return content
 
     def read(self, fnames: Sequence[str | os.PathLike[str]]) -> list[NDArray[np.uint8]]:
         """Return the bytes of several files in one batch, in their order.

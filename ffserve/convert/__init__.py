@@ -8,10 +8,10 @@ is complete and synced, and the output directory stores an identifier of the con
 interrupted conversion that is started again writes only the missing shards.
 
 Names of files and of tar members are kept. FFRecord stores them like a packed folder, in one more
-sample at the end of each shard. Other formats cannot store names; they get one
-``tf.train.Example`` for each group of files whose names are equal up to the first dot, as in
-WebDataset: "cats/1.jpg" and "cats/1.cls" become {"__key__": "cats/1", "jpg": …, "cls": …}. So a
-tar file with several members for one sample is not converted to FFRecord.
+sample at the end of each shard. In the other formats a record is a group of files whose names are
+equal up to the first dot, as in WebDataset: a sample with fields in tar, and in those that cannot
+store names one ``tf.train.Example``: "cats/1.jpg" and "cats/1.cls" become {"__key__": "cats/1",
+"jpg": …, "cls": …}. So a tar file with several members for one sample is not converted to FFRecord.
 ``names="drop"`` stores the content of the files only.
 """
 
@@ -22,7 +22,7 @@ import hashlib
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from ffserve import Batch
 from ffserve import folders as packed_folders
 from ffserve import reader as readers
-from ffserve.convert.inputs import Grouped, InputSource, RecordFiles, Tar, find_sources
+from ffserve.convert.inputs import Grouped, InputSource, RecordFiles, TarMembers, find_sources
 from ffserve.dataset.paths import PathLike
 from ffserve.disk.output import writing
 from ffserve.engine.codec import crc32c
@@ -133,7 +133,8 @@ def convert(
                 hint="pack their directory again with --labels, or drop names (--drop-names)",
             )
     if keep and chosen.name != "ffrecord":
-        sources = [Grouped(source) if source.named else source for source in sources]
+        fields = chosen.name == "tar"
+        sources = [Grouped(s, fields=fields) if s.named else s for s in sources]
         keep = False
     suffix = chosen.suffixes[0]
     if chosen.name == "tfrecord" and compression not in (None, "none"):
@@ -253,10 +254,14 @@ def _write(out: str, task: _ShardTask, report: parallel.Progress) -> tuple[int, 
                     size += record.buffer.nbytes
                     if task.verify:
                         written.take(record.buffer.data, np.diff(record.offsets))
+                elif isinstance(record.payload, dict):
+                    writer.write(record.payload, key=record.name)
+                    size += sum(map(len, record.payload.values()))
+                    written.take_fields(record.payload.values() if task.verify else ())
                 else:
                     payload = flat(record.payload)
                     if task.names and record.name is not None:
-                        if isinstance(source, Tar):
+                        if isinstance(source, TarMembers):
                             key = source.check_key(key, record.name)
                         _enter(top, record.name, writer)
                     writer.write(payload)
@@ -271,7 +276,7 @@ def _write(out: str, task: _ShardTask, report: parallel.Progress) -> tuple[int, 
             writer.write(packed_folders.encode(top))
     report(samples - reported, size - reported_size)
     if task.verify:
-        _compare(out, samples, written)
+        _compare(out, samples, written, members=task.format == "tar")
     return samples, size
 
 
@@ -286,6 +291,11 @@ class _Digest:
         self.count += len(lengths)
         self._payloads = crc32c(payloads, self._payloads)
         self._lengths = crc32c(lengths.tobytes(), self._lengths)
+
+    def take_fields(self, fields: Iterable[bytes]) -> None:
+        """Add the members of a sample."""
+        for each in fields:
+            self.take(memoryview(each), np.array([len(each)], np.int64))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Digest) and vars(self) == vars(other)
@@ -313,11 +323,15 @@ def _enter(top: packed_folders.Folder, name: str, writer: Writer) -> None:
     node[last] = writer.count
 
 
-def _compare(path: str, samples: int, expected: _Digest) -> None:
-    """Read a shard back; remove it if it cannot be read or differs from the input."""
+def _compare(path: str, samples: int, expected: _Digest, *, members: bool) -> None:
+    """Read a shard back; remove it if it cannot be read or differs from the input. Args: members:
+    it is a tar file, of which each member is compared."""
     found = _Digest()
+    options: dict[str, Any] = {}
+    if members:
+        samples, options = expected.count, {"format": "tar", "whole": True}
     try:
-        with readers.open(path, server="off") as reader:
+        with readers.open_files(path, server="off", **options) as reader:
             indices = None if isinstance(reader, StreamReader) else np.arange(samples)
             for batch in reader.batches(indices):
                 found.take(batch.buffer.data, np.diff(batch.offsets))

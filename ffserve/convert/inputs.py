@@ -24,7 +24,7 @@ from ffserve.dataset.paths import PathLike, expand_paths
 from ffserve.disk.files import is_compressed, os_error, wrap_os_error
 from ffserve.errors import FFServeError, FormatError, ReadError, UsageError
 from ffserve.folders import files_below
-from ffserve.formats import kind_of
+from ffserve.formats import Foreign, kind_of
 from ffserve.formats.base import HEAD_SIZE
 
 BATCH_COUNT = 16_384
@@ -147,7 +147,9 @@ class Folder:
 def _refuse_foreign(path: str, *, look: bool) -> None:
     """Raise if a file holds many records of another package: it would become one record."""
     head = wrap_os_error(_head, path) if look else b""
-    kind = kind_of(head, path)
+    kind, tar = kind_of(head, path), formats.by_name("tar")
+    if path.lower().endswith(tar.suffixes) or (head and tar.sniff(head, len(head))):
+        kind = Foreign("a tar file", "tarfile")
     if kind is not None and kind.many:
         reader = (
             "convert it by itself"
@@ -174,7 +176,7 @@ def _content(path: str) -> bytes:
 _PIECE_SIZE = 1 << 20
 
 
-class Tar:
+class TarMembers:
     """The regular files of a tar file, in its order."""
 
     named = True
@@ -309,13 +311,17 @@ class ArrayRows:
 
 
 class Grouped:
-    """A source with names, as one ``tf.train.Example`` per run of files with the same key."""
+    """A source with names, as one ``tf.train.Example`` per run of files with the same key.
+
+    Args: fields: the payload is a dict of the files by extension instead, and the name the key.
+    """
 
     named = False
     sized = False
 
-    def __init__(self, source: InputSource) -> None:
+    def __init__(self, source: InputSource, *, fields: bool = False) -> None:
         self._source = source
+        self._fields = fields
 
     @property
     def files(self) -> Sequence[str]:
@@ -337,12 +343,17 @@ class Grouped:
             assert isinstance(record, Record)
             key, extension = self._stored(record.name or "")
             if features and (features["__key__"] != key or extension in features):
-                yield Record(example.encode(features))
+                yield self._record(features)
                 features = {}
             features["__key__"] = key
             features[extension] = bytes(record.payload)
         if features:
-            yield Record(example.encode(features))
+            yield self._record(features)
+
+    def _record(self, features: dict[str, Any]) -> Record:
+        if not self._fields:
+            return Record(example.encode(features))
+        return Record(features, os.fsdecode(features.pop("__key__")))
 
     def _stored(self, name: str) -> tuple[bytes, str]:
         """Return key and extension as an Example stores them: as bytes, and as the name of a
@@ -400,7 +411,7 @@ def find_sources(inputs: PathLike | Sequence[PathLike], out: str) -> list[InputS
             elif lower.endswith(".npy"):
                 sources.append(ArrayRows(path))
             elif lower.endswith(_TAR_SUFFIXES):
-                sources.append(Tar(path))
+                sources.append(TarMembers(path))
             else:
                 sources.append(StreamedRecords((path,)))
         else:
@@ -412,7 +423,8 @@ def find_sources(inputs: PathLike | Sequence[PathLike], out: str) -> list[InputS
 def _expand(path: str) -> tuple[str, ...]:
     """Return the files of a path; a directory of other files is returned as it is."""
     if os.path.isdir(path):
-        for suffixes in (formats.suffixes(), _TAR_SUFFIXES):
+        own = tuple(suffix for suffix in formats.suffixes() if suffix not in _TAR_SUFFIXES)
+        for suffixes in (own, _TAR_SUFFIXES):
             with contextlib.suppress(ReadError):
                 return expand_paths(path, suffixes=suffixes)
         return (path,)

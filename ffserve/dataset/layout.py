@@ -26,7 +26,7 @@ class ShardInfo:
 
     Args:
         path: the file.
-        format: "ffrecord", "recordio" or "tfrecord".
+        format: "ffrecord", "recordio", "tfrecord" or "tar".
         count: number of samples.
         first: dataset index of its first sample.
         size: bytes of the file when it was opened.
@@ -120,6 +120,11 @@ class Numbering:
         """For each hidden sample the index of the shown one behind it."""
         self._moved = bool(len(hidden)) and int(self._gaps[0]) < self.count
 
+    @property
+    def key(self) -> object:
+        """Equal if the same is shown."""
+        return "Numbering", digest(self.hidden)
+
     def numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the number of each index; indices must be in range."""
         if not self._moved:  # what is hidden lies behind all others
@@ -142,6 +147,11 @@ class Selection:
         self.count = len(chosen)
         self._order = np.argsort(chosen)
 
+    @property
+    def key(self) -> object:
+        """Equal if the same is shown."""
+        return "Selection", digest(self.chosen)
+
     def numbers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the number of each index; indices must be in range."""
         return self.chosen[indices]
@@ -149,6 +159,11 @@ class Selection:
     def indices(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the index of each number; all are chosen."""
         return self._order[np.searchsorted(self.chosen, numbers, sorter=self._order)]
+
+
+def digest(numbers: NDArray[np.int64] | None) -> bytes:
+    """Return 16 bytes that identify numbers."""
+    return hashlib.blake2b(b"" if numbers is None else numbers.tobytes(), digest_size=16).digest()
 
 
 def as_indices(indices: Any, count: int) -> NDArray[np.int64]:

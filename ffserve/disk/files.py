@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from ffserve.engine.tar import TarScanner
 from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError
 from ffserve.formats.base import GZIP_MAGIC, HEAD_SIZE, ZLIB_MAGIC
 
@@ -125,6 +126,10 @@ class FileReadAt:
                 break
             done += got
         return done
+
+    def headers(self, scanner: TarScanner, size: int, large: int) -> int:
+        """Let a scan read headers by itself; see `TarScanner.headers`."""
+        return scanner.headers(self.fd, size, large)
 
     def next_data(self, offset: int) -> int:
         """Return where the next bytes are that are not in a hole; the size of the file if none

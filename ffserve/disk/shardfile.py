@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ from ffserve.formats.base import (
     ScannedFormat,
     ScannedShard,
     is_scanned,
+    members_of,
     needs_scan,
     next_data,
     unbounded,
@@ -78,12 +79,15 @@ def open_shard(
     chosen, plain, size = _detect(fd, path, format_name)
     read_at: ReadAt = plain if reading is None else Counted(plain, reading)
     if not needs_scan(chosen) or size < index_file.MIN_INDEXED_SIZE:
-        return chosen.open(read_at, size, path, verify=verify, tolerant=tolerant, admit=admit)
+        plainly = chosen.open(read_at, size, path, verify=verify, tolerant=tolerant, admit=admit)
+        _admit_members(plainly, admit)
+        return plainly
     identity = index_file.Identity.of(fd, path, chosen.name)
     indexed = index_file.find(fd, path, identity, keep, passed_index, admit)
     if seen is None and indexed is not None:
         shard = _restored(fd, path, chosen, read_at, size, indexed)
         if shard is not None:
+            _admit_members(shard, admit)
             return shard
     counted = watched(read_at, seen or progress_of(path, size))
     scanned = chosen.open(counted, size, path, verify=verify, tolerant=tolerant, admit=admit)
@@ -92,7 +96,14 @@ def open_shard(
             index_file.store(fd, path, identity, scanned, keep)
         elif indexed is not None and len(indexed.lengths):
             index_file.discard(fd, path, identity, keep)
+    _admit_members(scanned, admit)
     return scanned
+
+
+def _admit_members(shard: formats.Shard, admit: Admit) -> None:
+    """Admit what is left of the tables of members when they are entered: their names."""
+    if (members := members_of(shard)) is not None:
+        admit(shard.count, members.size)
 
 
 class Counted:
@@ -109,6 +120,11 @@ class Counted:
         """Read; see `ReadAt`."""
         self._reading(len(into))
         return self._read_at(offset, into)
+
+    @property
+    def headers(self) -> Any:
+        """How a scan reads headers by itself, of which only the first one is told; None: not."""
+        return getattr(self._read_at, "headers", None)
 
     def next_data(self, offset: int) -> int:
         """See `formats.base.next_data`."""

@@ -56,8 +56,8 @@ ROOT = HERE.parent.parent
 ROOMS = ("reading", "records", "memory")
 """Folders with the C files: reads of files, contents of records, memory that processes share."""
 HEADERS = (
-    "records/codec.h", "records/example.h", "records/inflate.h", "memory/shm.h", "reading/io.h",
-    "reading/many_files.h", "reading/cached.h", "memory/slots.h", "memory/fuse.h",
+    "records/codec.h", "records/example.h", "records/inflate.h", "records/tar.h", "memory/shm.h",
+    "reading/io.h", "reading/many_files.h", "reading/cached.h", "memory/slots.h", "memory/fuse.h",
 )  # fmt: skip
 """Headers whose declarations Python sees, each after those that it includes."""
 STABLE_ABI = "" if sysconfig.get_config_var("Py_GIL_DISABLED") else "cp310"

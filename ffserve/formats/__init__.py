@@ -7,12 +7,13 @@ import os
 
 from ffserve.errors import FormatError, UsageError
 from ffserve.formats.base import ChunkedShard, Encoder, Format, ReadAt, Shard
-from ffserve.formats.foreign import kind_of
+from ffserve.formats.foreign import Foreign, kind_of
 
 NAMES = (
     "ffrecord",
     "recordio",
     "tfrecord",
+    "tar",
 )  # fmt: skip
 """Modules of this package, each with a ``FORMAT``; detected in this order, imported on demand."""
 
@@ -22,6 +23,7 @@ __all__ = [
     "NAMES",
     "ChunkedShard",
     "Encoder",
+    "Foreign",
     "Format",
     "ReadAt",
     "Shard",

@@ -15,7 +15,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from ffserve.dtypes import Bools, Bytes, Int64s, UInt32s, UInt64s
 from ffserve.errors import TruncatedError, UsageError
+from ffserve.formats.members import Members
 
 CHECKSUM_NONE = 0
 CHECKSUM_CRC32 = 1
@@ -243,6 +244,17 @@ class GrowingEncoder(Encoder, Protocol):
 
 
 @runtime_checkable
+class FieldEncoder(Encoder, Protocol):
+    """An encoder of samples with fields."""
+
+    def encode_fields(
+        self, fields: Mapping[str, memoryview], key: str | None
+    ) -> Iterable[bytes | memoryview]:
+        """Encode one sample; as ``encode``. Args: key: a name of the sample; None: a number."""
+        ...
+
+
+@runtime_checkable
 class BatchEncoder(Encoder, Protocol):
     """An encoder that accepts many samples at once, which is faster for small ones."""
 
@@ -341,6 +353,42 @@ class ScannedShard(Shard, Protocol):
         Args: read_at: the file. records: their numbers, at least one.
         """
         ...
+
+
+@dataclass
+class TableShard:
+    """A scanned shard whose records are stored as they are, with its tables in memory."""
+
+    path: str
+    size: int
+    offsets: UInt64s = field(repr=False)
+    lengths: UInt64s = field(repr=False)
+    checksums: UInt32s = field(repr=False)
+    sound: bool = field(default=True, kw_only=True)
+    """Whether a tolerant scan skipped nothing."""
+    format: str = field(init=False)
+    count: int = field(init=False)
+    fingerprint: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.count = len(self.lengths)
+        tables = self.lengths, self.checksums
+        self.fingerprint = scan_fingerprint(self.format, *tables, self.size)
+
+    def load(self, offsets: UInt64s, lengths: UInt64s, checksums: UInt32s) -> None:
+        """Fill the caller's arrays.
+
+        Args:    offsets, lengths, checksums: arrays of ``count`` entries, overwritten.
+        Raises:  UsageError: arrays of another shape.
+        """
+        for name, into, table in (
+            ("offsets", offsets, self.offsets),
+            ("lengths", lengths, self.lengths),
+            ("checksums", checksums, self.checksums),
+        ):
+            if into.shape != (self.count,):
+                raise UsageError(f"{name} has shape {into.shape}, but must have ({self.count},)")
+            into[:] = table
 
 
 @runtime_checkable
@@ -462,6 +510,12 @@ def is_chunked(shard: Shard) -> TypeGuard[ChunkedShard]:
 def is_scanned(shard: Shard) -> TypeGuard[ScannedShard]:
     """Whether the tables of a shard are those of a scan."""
     return hasattr(shard, "sound")
+
+
+def members_of(shard: Shard) -> Members | None:
+    """Return what the records of a shard are, if they are members of samples."""
+    found: Members | None = getattr(shard, "members", None)
+    return found
 
 
 def needs_scan(format: Format) -> TypeGuard[ScannedFormat]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import zlib
 from dataclasses import dataclass
+
+from ffserve.formats.base import GZIP_MAGIC
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,6 @@ _MAGIC = (
     (0, b"\x89HDF\r\n\x1a\n", Foreign("an HDF5 file", "h5py", many=False)),
     (0, b"PK\x03\x04", Foreign("a zip file", "zipfile", many=False)),
     (0, b"(\xb5/\xfd", Foreign("a file compressed with zstd", "zstandard", many=False)),
-    (257, b"ustar", Foreign("a tar file", "tarfile")),
 )
 """Offset and bytes by which a file is recognized; the head of a file has `formats.base.HEAD_SIZE`
 bytes or more."""
@@ -36,8 +38,12 @@ _SUFFIXES = {
     ".arrow": Foreign("an Arrow file", "pyarrow"),
     ".mds": Foreign("a shard of MosaicML streaming (MDS)", "streaming"),
     ".mds.zstd": Foreign("a shard of MosaicML streaming (MDS)", "streaming"),
-    ".tar": Foreign("a tar file", "tarfile"),
+    **dict.fromkeys(
+        (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz"),
+        Foreign("a compressed tar file", "tarfile"),
+    ),
 }
+_COMPRESSED_TAR = _SUFFIXES[".tgz"]
 
 
 def kind_of(head: bytes, path: str) -> Foreign | None:
@@ -50,5 +56,16 @@ def kind_of(head: bytes, path: str) -> Foreign | None:
     for offset, magic, kind in _MAGIC:
         if head[offset : offset + len(magic)] == magic:
             return kind
+    if head.startswith(GZIP_MAGIC) and _begins_with_tar(head):
+        return _COMPRESSED_TAR
     name = os.path.basename(path).lower()
     return next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), None)
+
+
+def _begins_with_tar(head: bytes) -> bool:
+    """Whether the first bytes of a gzip file decompress to a header of tar."""
+    try:
+        begin = zlib.decompressobj(wbits=31).decompress(head, 512)
+    except zlib.error:
+        return False
+    return begin[257:262] == b"ustar"

@@ -24,7 +24,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -42,6 +42,7 @@ from ffserve.formats.base import (
     Heads,
     ReadAt,
     SmallShards,
+    TableShard,
     next_data,
     read_exactly,
     refuse_options,
@@ -65,41 +66,12 @@ _FOOTER = struct.Struct("<I")
 
 
 @dataclass
-class TFRecordShard:
-    """One uncompressed TFRecord file after its scan."""
+class TFRecordShard(TableShard):
+    """One uncompressed TFRecord file after its scan. Its checksums are the CRC-32C of payloads,
+    unmasked."""
 
-    path: str
-    size: int
-    count: int
-    fingerprint: int
-    offsets: UInt64s = field(repr=False)
-    lengths: UInt64s = field(repr=False)
-    checksums: UInt32s = field(repr=False)
-    """CRC-32C of each payload, unmasked."""
-    sound: bool = True
-    """Whether a tolerant scan skipped nothing."""
-    format: str = "tfrecord"
-    checksum_kind: int = CHECKSUM_CRC32C
-
-    def load(
-        self,
-        offsets: UInt64s,
-        lengths: UInt64s,
-        checksums: UInt32s,
-    ) -> None:
-        """Fill the caller's arrays.
-
-        Args:    offsets, lengths, checksums: arrays of ``count`` entries, overwritten.
-        Raises:  UsageError: arrays of another shape.
-        """
-        for name, into, table in (
-            ("offsets", offsets, self.offsets),
-            ("lengths", lengths, self.lengths),
-            ("checksums", checksums, self.checksums),
-        ):
-            if into.shape != (self.count,):
-                raise UsageError(f"{name} has shape {into.shape}, but must have ({self.count},)")
-            into[:] = table
+    format = "tfrecord"
+    checksum_kind = CHECKSUM_CRC32C
 
     @property
     def kept(self) -> bytes:
@@ -372,7 +344,8 @@ class TFRecord:
             reach=self._reach,
             search_size=self._search_size,
         )
-        return _shard(*scan.run(), size, path, scan.sound)
+        tables = scan.run()
+        return TFRecordShard(path, size, *tables, sound=scan.sound)
 
     def open_small(self, heads: Heads, paths: list[str], *, verify: bool = True) -> SmallShards:
         """Open files that are whole in their heads, and not compressed."""
@@ -421,7 +394,8 @@ class TFRecord:
         wrapped = (ends[1:] < ends[:-1]).any() if len(ends) else False
         if wrapped or (int(ends[-1]) if len(ends) else 0) != size:
             return None
-        return _shard(ends - lengths - np.uint64(FRAME_FOOTER_SIZE), lengths, checksums, size, path)
+        offsets = ends - lengths - np.uint64(FRAME_FOOTER_SIZE)
+        return TFRecordShard(path, size, offsets, lengths, checksums)
 
     def agrees(
         self,
@@ -463,26 +437,6 @@ class TFRecord:
                 hint=f"use one of {', '.join(WBITS)}",
             )
         return CompressedEncoder(compression)
-
-
-def _shard(
-    offsets: UInt64s,
-    lengths: UInt64s,
-    checksums: UInt32s,
-    size: int,
-    path: str,
-    sound: bool = True,
-) -> TFRecordShard:
-    return TFRecordShard(
-        path=path,
-        size=size,
-        count=len(lengths),
-        fingerprint=scan_fingerprint("tfrecord", lengths, checksums, size),
-        offsets=offsets,
-        lengths=lengths,
-        checksums=checksums,
-        sound=sound,
-    )
 
 
 FORMAT = TFRecord()

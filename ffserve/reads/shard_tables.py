@@ -33,10 +33,12 @@ from ffserve.formats.base import (
     Shard,
     SmallShards,
     is_chunked,
+    members_of,
     needs_scan,
     opens_small,
     unbounded,
 )
+from ffserve.formats.members import Members
 from ffserve.formats.tfrecord import FORMAT as TFRECORD
 
 SMALL_SIZE = 16 << 10
@@ -122,6 +124,11 @@ class Tables:
     small: SmallShards | None = None
     at: int = 0
     single: Shard | None = None
+
+    @property
+    def members(self) -> Members | None:
+        """What the records are, if they are members of samples."""
+        return None if self.single is None else members_of(self.single)
 
     @classmethod
     def of(cls, shard: Shard, max_chunk_size: int, scanned: str | None = None) -> Tables:

@@ -24,7 +24,7 @@ import numpy as np
 import torch.utils.data
 from numpy.typing import NDArray
 
-from ffserve import FileReader
+from ffserve import FieldReader, FileReader
 from ffserve.dtypes import Int64s
 from ffserve.errors import SampleIndexError, UsageError
 from ffserve.torch.example_columns import ExampleColumns
@@ -76,6 +76,9 @@ class Dataset(torch.utils.data.Dataset[Any], ReaderRegistry):
             such as ``{"image": bytes, "label": int, "boxes": list[float]}``. ``process`` and
             ``prepare`` then get a dict with a column for each feature instead of bytes, and the
             samples are dicts with a value for each.
+        fields: of tar files, the fields that are read, such as ``["jpg", "cls"]``; None: all. With
+            several, ``process`` and ``prepare`` get a dict with a list of arrays for each, in which
+            None stands for a field that a sample does not have.
     Raises:  as FileReader does when it opens the files.
     """
 
@@ -86,12 +89,22 @@ class Dataset(torch.utils.data.Dataset[Any], ReaderRegistry):
     """A value that the results of ``prepare`` depend on, besides its source."""
 
     def __init__(
-        self, fnames: Any, check_data: bool = True, *, features: Mapping[str, Any] | None = None
+        self,
+        fnames: Any,
+        check_data: bool = True,
+        *,
+        features: Mapping[str, Any] | None = None,
+        fields: Sequence[str] | None = None,
     ) -> None:
         self.fnames = fnames
         if features is not None:
             self._columns = ExampleColumns(features)
-        self.reader = FileReader.for_files(fnames, check_data)
+        self.reader = FileReader.for_files(fnames, check_data, fields)
+        if features is not None and self.reader.several:
+            raise UsageError(
+                "features cannot be decoded of samples with several fields",
+                hint="name the field that is a tf.train.Example, such as fields=['example']",
+            )
 
     def __len__(self) -> int:
         return int(self.reader.n)
@@ -165,8 +178,9 @@ class Dataset(torch.utils.data.Dataset[Any], ReaderRegistry):
         Args:
             indices: the indices asked for.
             data: one 1-D writable uint8 array per sample, in the same order; with ``features``
-                their columns, int64 or float32 arrays and lists by name; with ``prepare``, what it
-                has returned.
+                their columns, int64 or float32 arrays and lists by name; of samples with several
+                ``fields`` a list of arrays (or None) for each; with ``prepare``, what it has
+                returned.
         Returns: a list of samples, which the loader hands to ``collate_fn``.
         """
         if type(self).prepare is not Dataset.prepare:
@@ -234,8 +248,10 @@ class RawDataset(Dataset):
     """
 
     def process(self, indices: Sequence[int], data: Any) -> Any:
-        """Return ``data``, of ``features`` as dicts."""
-        return data if self._columns is None else self._columns.rows(data)
+        """Return ``data``, of ``features`` and of several fields as dicts."""
+        if self._columns is not None:
+            return self._columns.rows(data)
+        return FieldReader.rows_of(data) if isinstance(data, dict) else data
 
 
 class Subset(Dataset):
@@ -428,9 +444,11 @@ def is_raw(dataset: Any) -> bool:
     """
     if not isinstance(dataset, RawDataset) or dataset._columns is not None:
         return False
-    reader = type(vars(dataset).get("reader"))
+    found = vars(dataset).get("reader")
+    reader = type(found)
     return (
-        getattr(reader, "read", None) is FileReader.read
+        not getattr(found, "several", True)
+        and getattr(reader, "read", None) is FileReader.read
         and getattr(reader, "read_batch", None) is FileReader.read_batch
         and all(
             getattr(getattr(dataset, name), "__func__", None) is getattr(RawDataset, name)

@@ -49,6 +49,11 @@ class PackedDataset(Dataset):
     ) -> None:
         self.fnames = fnames
         self.reader = FileReader.for_files(fnames, check_data)
+        if self.reader.several:
+            raise UsageError(
+                f"documents have the fields {', '.join(self.reader.fields)}",
+                hint="convert the one with the tokens to record files of its own",
+            )
         self.dtype = np.dtype(dtype)
         if self.dtype.kind not in "iu":
             raise UsageError(f"invalid dtype {self.dtype}: tokens are integers")

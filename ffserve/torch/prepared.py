@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ffserve import __version__
+from ffserve import FileReader, __version__
 from ffserve.client.public import PreparedSource, prepared_source
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.errors import FormatError, ProtocolError, ServerUnavailable, UsageError
@@ -245,7 +245,10 @@ def key_of(dataset: Any) -> tuple[bytes, str]:
     except (OSError, TypeError):  # typed in, not in a file
         source = repr(_code(getattr(function, "__code__", None)))
     features = () if dataset._columns is None else (repr(dataset._columns),)
-    parts = (__version__, name, source, text, torch.__version__, np.__version__, *features)
+    reader = getattr(dataset, "reader", None)
+    fields = tuple(reader.fields) if isinstance(reader, FileReader) else ()
+    chosen = (*features, fields) if fields else features
+    parts = (__version__, name, source, text, torch.__version__, np.__version__, *chosen)
     digest = hashlib.sha256(repr(parts).encode())
     return digest.digest(), name
 

@@ -38,7 +38,7 @@ from ffserve.server.users.access import everybody_may_read
 from ffserve.store.urls import is_url
 from ffserve.view import kernel, mounting
 from ffserve.view.serving import MOST_THREADS, Running, ViewFile, ViewServer
-from ffserve.view.tree import ROOT, Shown, Tree, names_of, unusable
+from ffserve.view.tree import ROOT, Shown, Tree, folder_of, names_of, unusable
 
 log = logging.getLogger("ffserve")
 
@@ -159,8 +159,12 @@ class View:
         return Shown(name, shard.first, shard.count, folder, self._options.suffix, remote)
 
     def _folder(self, shard: ShardInfo) -> Folder | None:
-        """Return the names of a packed folder; None if the file is not one. Raises: as
-        `Reader.read`."""
+        """Return the names of a packed folder or of the members of a tar file; None if the file is
+        neither. Raises: as `Reader.read`."""
+        if shard.format == "tar":
+            first = shard.first
+            names = self._reader.keys(range(first, first + shard.count))
+            return folder_of(names, shard.path)
         if shard.format != "ffrecord" or not shard.count:
             return None
         last = shard.first + shard.count - 1

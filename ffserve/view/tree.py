@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.errors import UsageError
+from ffserve.errors import FormatError, UsageError
 from ffserve.folders import Folder
 from ffserve.store.urls import is_url, shown
 
@@ -293,6 +293,20 @@ def unusable(folder: Folder) -> str | None:
             if isinstance(each, OrderedDict):
                 waiting.append(each)
     return None
+
+
+def folder_of(names: Iterable[str], path: str) -> Folder:
+    """Return the members of an archive, by name. Raises: FormatError: they are no files' names."""
+    top: Folder = OrderedDict()
+    for number, name in enumerate(names):
+        parts = [part for part in name.split("/") if part not in ("", ".")]
+        node: Any = top
+        for part in parts[:-1]:
+            node = node.setdefault(part, OrderedDict()) if isinstance(node, OrderedDict) else None
+        if ".." in parts or not isinstance(node, OrderedDict) or parts[-1] in node:
+            raise FormatError(f"the member {name!r} cannot be a file here", path=path)
+        node[parts[-1]] = number
+    return top
 
 
 def names_of(paths: Sequence[str]) -> list[str]:

@@ -23,6 +23,7 @@ from daemon import Daemon, damage, run_python, sample, serving, until, write
 
 import ffserve
 from ffserve.dataset import paths as dataset_paths
+from ffserve.dataset.fields import Rows
 from ffserve.dataset.paths import expand_paths
 from ffserve.engine import many_files
 from ffserve.errors import (
@@ -264,10 +265,10 @@ class TestReader:
     def test_small_batches_are_asked_for_together_the_first_ones_soon(
         self, count: int, size: int, counts: list[int]
     ) -> None:
-        parts = [(np.arange(k * count, (k + 1) * count), count * size) for k in range(30)]
+        parts = [(Rows(np.arange(k * count, (k + 1) * count)), count * size) for k in range(30)]
         requests = list(read_ahead(parts))
         assert [len(some) for some, _ in requests[:5]] == counts
-        order = np.concatenate([part for some, _ in requests for part in some])
+        order = np.concatenate([part.numbers for some, _ in requests for part in some])
         assert np.array_equal(order, np.arange(30 * count))
         assert np.array_equal(order, np.concatenate([whole for _, whole in requests]))
 

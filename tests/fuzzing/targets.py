@@ -177,7 +177,7 @@ def files(data: bytes) -> None:
     try:
         with ffserve.open(
             path,
-            format=FORMATS[data[0] & 3],
+            format="tar" if data[0] & 16 else FORMATS[data[0] & 3],
             server="off",
             verify=bool(data[0] & 4),
             on_error="skip" if data[0] & 8 else "raise",
@@ -263,6 +263,7 @@ def seeds(target: str) -> Iterator[bytes]:
                 yield from (bytes([first]) + path.read_bytes() for first in (4, 12))
         compressed = (FOLDER / "c.tfrecord.gz").read_bytes()
         yield from (bytes([first]) + compressed for first in (4, 12))
+        yield from (bytes([first]) + (FOLDER / "a.tar").read_bytes() for first in (20, 28))
     else:
         yield np.array([100, 16], "<u8").tobytes() + bytes(8)
         content = (FOLDER / "c.tfrecord.gz").read_bytes()
@@ -280,7 +281,7 @@ def main() -> None:
     """Run one target over its corpus, from these seeds on; other arguments go to libFuzzer."""
     name, corpus = sys.argv.pop(1), Path(sys.argv.pop(1))
     FOLDER.mkdir(exist_ok=True)
-    for suffix in ("ffr", "recordio", "tfrecord"):
+    for suffix in ("ffr", "recordio", "tfrecord", "tar"):
         with ffserve.create(FOLDER / f"a.{suffix}") as writer:
             for record in RECORDS:
                 writer.write(record)

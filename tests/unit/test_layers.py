@@ -25,7 +25,7 @@ LAYERS = {
     "reads": "engine formats disk",
     # packed folders, remote files, data sets
     "store": "limits config engine formats disk system",
-    "dataset": "engine disk store",
+    "dataset": "engine formats disk store",
     "writer": "formats disk",
     "folders": "engine system disk store writer",
     # the daemon
@@ -57,7 +57,7 @@ LAYERS = {
     "examples": "torch example spark ray ffserve",
     "bench": "engine formats disk client ffserve",
     "doctor": "limits system config engine formats dataset disk server client ffserve",
-    "cli": "order system config formats dataset disk cache server client "
+    "cli": "order system config formats dataset disk cache server client reader "
     "folders convert inputs bench doctor store view ffserve",
     "__main__": "cli",
 }
@@ -126,6 +126,7 @@ COMPUTING = {
     "ffserve.engine.codec": "checksums, and scans of bytes in memory",
     "ffserve.engine.inflate": "decompression of bytes in memory",
     "ffserve.engine.slots": "tables of the cache, in memory",
+    "ffserve.engine.tar": "scans of bytes in memory",
     "ffserve.system.memfd": "the memory of these tables, which other processes map",
 }
 """Foreign functions that pure modules may call: they compute, and wait for nothing."""
@@ -273,6 +274,7 @@ def test_folders_of_the_server_import_only_those_before_them() -> None:
 TWO_FACES = {
     "example ffrecord hf mixture recordio": "what users import, and what it stands on",
     "public": "a door for guests",
+    "tar": "the face of the C core, and the format",
     "resize scrub": "a command, and what the daemon does for it",
 }
 """Names of modules in two folders, and why."""

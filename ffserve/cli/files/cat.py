@@ -10,7 +10,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.cli.files.record_files import batches_of
+from ffserve.cli.files.record_files import batches_of, opened_by_member
 from ffserve.cli.flags import format_option
 from ffserve.errors import UsageError, outside
 
@@ -73,15 +73,13 @@ def cat(
     """Write samples to standard output, byte for byte, one after the other.
 
     A sample is given by its index, by a range such as 3:9, or by its name in a file made by
-    'ffserve pack'.
+    'ffserve pack'. Of a tar file these are the members, as 'ffserve ls' has them.
 
     \b
       ffserve cat train.ffr 0 > first.jpg
       ffserve cat photos.ffr cats/tom.jpg > tom.jpg
     """
-    import ffserve
-
-    with ffserve.open(file, format=format_name, server=server) as reader:
+    with opened_by_member(file, format_name, server) as reader:
         asked = [(word, _as_indices(word, len(reader))) for word in which]
         # All words are checked before anything is written.
         wanted = [
@@ -99,8 +97,10 @@ def cat(
 def _named(reader: ffserve.Reader, name: str, file: str) -> int:
     """Return the index of the sample with a name."""
     try:
+        if any(shard.format == "tar" for shard in reader.shards):
+            return reader.names.index(name)
         return reader.index_of("/".join(PurePath(name).parts))
-    except LookupError:
+    except (LookupError, ValueError):
         raise UsageError(
             f"no sample has the name {name!r}"
             if reader.names

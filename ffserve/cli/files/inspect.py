@@ -16,13 +16,17 @@ from ffserve.cli.flags import format_option, json_option
 from ffserve.cli.terminal import counted, histogram, print_facts, print_json
 from ffserve.config import format_size
 from ffserve.errors import FFServeError, UsageError, printable
-from ffserve.formats.base import ChunkedShard, ReadAt, ScannedShard
+from ffserve.formats.base import ChunkedShard, ReadAt, ScannedShard, members_of
 from ffserve.store.urls import is_url
 
 if TYPE_CHECKING:
     from ffserve.formats import Shard
 
-CHECKSUMS = {0: "none", 1: "CRC-32 of every sample", 2: "CRC-32C of every sample"}
+CHECKSUMS = {
+    0: "of headers only, none of contents ('ffserve convert' gives them)",
+    1: "CRC-32 of every sample",
+    2: "CRC-32C of every sample",
+}
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ def _describe(path: str, format_name: str | None) -> dict[str, Any]:
     """Return the facts about one file."""
     tables = _load(path, format_name)
     shard, offsets, lengths = tables.shard, tables.offsets, tables.lengths
-    about: dict[str, str | int] = {}
+    about: dict[str, Any] = {}
     cut = np.zeros(0, np.int64)
     checksums = CHECKSUMS[shard.checksum_kind]
     if isinstance(shard, ChunkedShard):
@@ -106,10 +110,14 @@ def _describe(path: str, format_name: str | None) -> dict[str, Any]:
             lengths, checksums = lengths[:0], checksums.replace("sample", "chunk")
     else:
         cut = np.flatnonzero(offsets + lengths > shard.size)
+    members = members_of(shard)
+    if members is not None:
+        fields, skipped = list(members.fields), members.skipped
+        about = {"members": shard.count, "fields": fields, "skipped_files": skipped}
     return {
         "path": path,
         "format": shard.format,
-        "samples": shard.count,
+        "samples": shard.count if members is None else members.samples,
         "size_bytes": shard.size,
         "checksums": checksums,
         "fingerprint": f"{shard.fingerprint:016x}",
@@ -148,6 +156,14 @@ def _print_description(facts: dict[str, Any]) -> None:
         ("file size", format_size(facts["size_bytes"])),
         ("checksums", facts["checksums"]),
     ]
+    if "fields" in facts:
+        fields = facts["fields"]
+        some = ", ".join(map(printable, fields[:20])) + (", …" if len(fields) > 20 else "")
+        lines.append(("fields", some or "none"))
+        lines.append(("members", f"{facts['members']:,}"))
+        if facts["skipped_files"]:
+            count = counted(facts["skipped_files"], "file")
+            lines.append(("left out", f"{count} of no sample: no extension, or hidden"))
     if "chunks" in facts:
         decoded, largest = facts["decoded_size_bytes"], facts["largest_chunk_size_bytes"]
         lines += [
@@ -159,7 +175,8 @@ def _print_description(facts: dict[str, Any]) -> None:
     sizes = facts["sample_size_bytes"]
     if sizes:
         shown = "   ".join(f"{name} {format_size(sizes[name])}" for name in sizes)
-        lines.append(("sample sizes", shown))
+        what = "member" if "members" in facts else "sample"
+        lines.append((f"{what} sizes", shown))
         bounds = list(facts["histogram"])
         bars = histogram(list(facts["histogram"].values()))
         last = format_size(2 * bounds[-1] if bounds[-1] else 1)

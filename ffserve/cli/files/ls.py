@@ -12,6 +12,7 @@ import click
 import numpy as np
 
 from ffserve.cli import report
+from ffserve.cli.files.record_files import opened_by_member
 from ffserve.cli.flags import format_option, json_option
 from ffserve.cli.terminal import write_json_rows, write_lines
 from ffserve.errors import FFServeError, outside, printable
@@ -24,12 +25,13 @@ STEP_COUNT = 16_384
 
 
 class _Row(NamedTuple):
-    """One sample. checksum: stored in the file, in RecordIO that of its chunk."""
+    """One sample. checksum: stored in the file, in RecordIO that of its chunk; None: there is
+    none."""
 
     path: str
     sample_index: int
     size: int
-    checksum: int
+    checksum: int | None
     name: str | None
 
     def facts(self) -> dict[str, Any]:
@@ -37,9 +39,13 @@ class _Row(NamedTuple):
             "path": self.path,
             "index": self.sample_index,
             "size_bytes": self.size,
-            "checksum": f"{self.checksum:08x}",
+            "checksum": self.shown_checksum,
             "name": self.name,
         }
+
+    @property
+    def shown_checksum(self) -> str | None:
+        return None if self.checksum is None else f"{self.checksum:08x}"
 
 
 def _rows(reader: ffserve.Reader, names: list[str], start: int, stop: int) -> Iterator[_Row]:
@@ -54,7 +60,8 @@ def _rows(reader: ffserve.Reader, names: list[str], start: int, stop: int) -> It
             indices = np.arange(low, min(low + STEP_COUNT, end))
             for index, size in zip(indices.tolist(), reader.sizes(indices).tolist(), strict=True):
                 name = (names[index] or None) if names else None
-                yield _Row(shard.path, index, size, int(checksums[index - shard.first]), name)
+                known = None if shard.format == "tar" else int(checksums[index - shard.first])
+                yield _Row(shard.path, index, size, known, name)
 
 
 def _lines(rows: Iterable[_Row], *, several: bool) -> Iterator[str]:
@@ -68,7 +75,7 @@ def _lines(rows: Iterable[_Row], *, several: bool) -> Iterator[str]:
                 yield click.style(f"{'index':>10}  {'size':>12}  checksum  name", dim=True)
             path = row.path
         name = "  " + printable(row.name) if row.name else ""
-        yield f"{row.sample_index:>10}  {row.size:>12}  {row.checksum:08x}{name}"
+        yield f"{row.sample_index:>10}  {row.size:>12}  {row.shown_checksum or '-':8}{name}"
 
 
 def _show(lines: Iterator[str]) -> None:
@@ -97,7 +104,8 @@ def _show(lines: Iterator[str]) -> None:
 def ls(file: str, start: int, count: int | None, format_name: str | None, as_json: bool) -> int:
     """List the samples of a record file: index, size in bytes, checksum, and name.
 
-    FILE is a file, a directory or a pattern. A file made by 'ffserve pack' has names.
+    FILE is a file, a directory or a pattern. A file made by 'ffserve pack' has names. Of a tar
+    file the members are listed, by their numbers; it has no checksums of them.
     Samples are not read, except to learn their sizes in RecordIO. The
     checksum is the one that the file stores, in RecordIO of the whole chunk. If the names are
     damaged, the list has none, and the exit code is 1.
@@ -108,9 +116,7 @@ def ls(file: str, start: int, count: int | None, format_name: str | None, as_jso
       ffserve ls photos.ffr --start 1000 --count 100
       ffserve ls --json photos.ffr | jq -r '.[].name'
     """
-    import ffserve
-
-    with ffserve.open(file, format=format_name, server="off") as reader:
+    with opened_by_member(file, format_name, "off") as reader:
         if start > len(reader):
             raise outside(start, len(reader)).located(path=file)
         stop = len(reader) if count is None else min(start + count, len(reader))

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.errors import ReadError
 from ffserve.store.urls import is_url
+
+if TYPE_CHECKING:
+    import ffserve
 
 BATCH_SIZE = 32 << 20
 """One read of cat requests at most this many bytes, unless a single sample is larger."""
@@ -64,3 +68,15 @@ def total_size(paths: Sequence[str]) -> int:
         except OSError:
             continue
     return total
+
+
+def opened_by_member(file: str, format_name: str | None, server: str) -> ffserve.Reader:
+    """Open files; of tar files each member is a sample. Raises: as `ffserve.open`."""
+    import ffserve
+    from ffserve.reader import open_files
+
+    reader = ffserve.open(file, format=format_name, server=server)
+    if not reader.fields:
+        return reader
+    reader.close()
+    return open_files(file, "tar", server, whole=True)

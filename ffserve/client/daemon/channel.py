@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -53,6 +53,7 @@ _ANSWERS: dict[type[Message], tuple[type[Message], ...]] = {
     protocol.Prepare: (protocol.Opened, protocol.Need),
     protocol.Claim: (protocol.Claimed,),
     protocol.Put: (protocol.Ready,),
+    protocol.Names: (protocol.Named,),
 }
 """The answers to each request, besides FAIL."""
 
@@ -188,6 +189,11 @@ class Channel:
             )
             self._opening.add(tag)
             return tag
+
+    def members(self, dataset: int, blocks: Sequence[tuple[int, int]]) -> int:
+        """Queue a NAMES of at most MOST_NAMED blocks; return its tag."""
+        packed = np.array(blocks, "<u4").tobytes()
+        return self._request(protocol.Names(self._tag(), dataset, packed), dataset)
 
     def claim(self, dataset: int, indices: Int64s, *, wait: bool) -> int:
         """Queue a CLAIM; return its tag."""

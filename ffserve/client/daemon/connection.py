@@ -88,6 +88,8 @@ class Driver(ABC):
         """
         self.handshake.check_memory()
         paths, fetches = request.paths, self.handshake.fetches
+        if not self.handshake.names_members:
+            self._refuse_members(request)
         files = yield Beside(partial(described, request, fetches, self.path))
 
         def needed(packed: bytes) -> PassedFiles:
@@ -96,6 +98,16 @@ class Driver(ABC):
         opened = yield from self._opened(self.channel.open(request, files), needed)
         request.states = files.identities
         return opened
+
+    def _refuse_members(self, request: DatasetRequest) -> None:
+        """Raise ProtocolError for tar files, of which the daemon cannot say the names."""
+        tar = [path for path in request.paths if path.endswith(".tar") or request.format == "tar"]
+        if tar and request.format in (None, "tar"):
+            raise ProtocolError(
+                "the daemon is of a release that reads no tar files",
+                path=tar[0],
+                hint="upgrade it, or restart it if it was upgraded",
+            )
 
     def _opened(self, tag: int, files: Callable[[bytes], PassedFiles]) -> Steps[protocol.Opened]:
         """Pass the files that are needed until the answer comes."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -152,7 +153,7 @@ class DaemonSource:
         """The training run that the data set is opened for."""
         return self.connection.job
 
-    def sizes(self, indices: Int64s | None) -> Int64s:
+    def sizes(self, indices: Int64s) -> Int64s:
         """Return lengths in bytes; reads what must be read to know them."""
         return self.blocking.run(self.measuring(indices))
 
@@ -237,12 +238,11 @@ class DaemonSource:
 
     # ---- lengths --------------------------------------------------------------------------
 
-    def measuring(self, indices: Int64s | None) -> Steps[Int64s]:
+    def measuring(self, indices: Int64s) -> Steps[Int64s]:
         """Return lengths in bytes; what lies in chunks that were never decoded is read.
 
         Raises: the error of the first sample whose length cannot be known.
         """
-        indices = np.arange(self.count, dtype=np.int64) if indices is None else indices
         offsets, missing, unknown = self.view.locate(indices)
         if unknown:
             blank = indices[missing[np.diff(offsets)[missing] == 0]]
@@ -263,6 +263,25 @@ class DaemonSource:
             blank = missing[sizes[missing] == 0]
             sizes[blank] = self._means[self.layout.shards(indices[blank])]
         return sizes
+
+    # ---- members --------------------------------------------------------------------------
+
+    def naming(self, blocks: Sequence[tuple[int, int]]) -> Steps[list[bytes]]:
+        """Return blocks of names; see `SampleSource.named`. Raises: ProtocolError."""
+        found: list[bytes] = []
+        while len(found) < len(blocks):
+            part = blocks[len(found) : len(found) + protocol.MOST_NAMED]
+            answer = yield self.connection.channel.members(self.dataset, part)
+            some: list[bytes] = answer.blocks
+            valid = 0 < len(some) <= len(part) and all(type(each) is bytes for each in some)
+            if not valid:
+                raise ProtocolError("invalid NAMED: it does not have the blocks asked for")
+            found += some
+        return found
+
+    def named(self, blocks: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return blocks of names; see `SampleSource.named`."""
+        return self.blocking.run(self.naming(blocks))
 
     # ---- reading --------------------------------------------------------------------------
 

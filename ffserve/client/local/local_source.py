@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -133,6 +133,7 @@ class LocalSource:
             for fd in fds:
                 os.close(fd)
             raise
+        self._members = [tables.members for tables in parsed]
         self._states = [(state, t.scanned) for state, t in zip(states, parsed, strict=True)]
         for path, fd, status, tables in zip(paths, fds, statuses, parsed, strict=True):
             self._files.add(path, fd, status.st_dev, tables.fingerprint)
@@ -190,15 +191,23 @@ class LocalSource:
             if self._closed and not self._pending:
                 self._release()
 
-    def sizes(self, indices: Int64s | None) -> Int64s:
+    def sizes(self, indices: Int64s) -> Int64s:
         """Return lengths in bytes; chunks that were not read yet are read for it."""
-        chosen = np.arange(self.count, dtype=np.int64) if indices is None else indices
         if self._samples.chunked:
-            unknown = chosen[self._samples.lengths[chosen] == UNKNOWN_LENGTH]
+            unknown = indices[self._samples.lengths[indices] == UNKNOWN_LENGTH]
             for start in range(0, len(unknown), SIZES_AT_ONCE):
                 request = self.start(unknown[start : start + SIZES_AT_ONCE], apart=False)
                 raise_first(self.finish(request))
-        return self._samples.lengths[chosen].astype(np.int64)
+        return self._samples.lengths[indices].astype(np.int64)
+
+    def named(self, blocks: Sequence[tuple[int, int]]) -> list[bytes]:
+        """As of `SampleSource`."""
+        found: list[bytes] = []
+        for shard, block in blocks:
+            members = self._members[shard]
+            assert members is not None
+            found.append(members.block(block))
+        return found
 
     @property
     def states(self) -> Int64s:
@@ -563,6 +572,7 @@ class LocalSource:
         self._engine = None
         self._windows = None
         del self._chunk_cache
+        self._members.clear()
         self._files.close()
 
 

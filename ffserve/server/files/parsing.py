@@ -383,6 +383,7 @@ class ShardParser:
             payload_size=tables.payload_size,
             domain=domain,
             chunked=tables.chunked,
+            members=tables.members,
             device=key.identity.device,
             scanned=tables.scanned,
             remote=remote,

@@ -14,6 +14,7 @@ from ffserve.cache.inventory import CHUNKED, PREPARED, TOLERANT, VERIFIED, Shard
 from ffserve.cache.tables import SMALL_RECORD_SIZE
 from ffserve.disk.shardfile import Contradiction, FileState
 from ffserve.formats.base import ChunkedShard
+from ffserve.formats.members import Members
 from ffserve.server.files.charges import TableCharge
 from ffserve.server.files.preparations import Preparation, Preparations
 from ffserve.server.files.remote import RemoteShard
@@ -96,6 +97,8 @@ class OpenShard:
     scanned: str | None
     domain: Domain
     chunked: ChunkedShard | None = None
+    members: Members | None = None
+    """Which its records are, if they are members of samples."""
     sessions: int = 0
     holders: dict[Owner, int] = field(default_factory=dict)
     proven: frozenset[Owner] = frozenset()

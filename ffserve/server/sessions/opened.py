@@ -22,6 +22,7 @@ from ffserve.errors import (
     ReadError,
     UsageError,
 )
+from ffserve.formats.members import ABOUT
 from ffserve.limits import MOST_DATASETS, MOST_USER_DATASETS
 from ffserve.server.files.remote import identity_from
 from ffserve.server.files.shards import Identity, OpenShard, PassedFile, Request
@@ -32,6 +33,8 @@ from ffserve.store.credentials import Access, served
 from ffserve.store.origin import ObjectVersion
 from ffserve.store.urls import is_url, shown
 
+NAMED_SIZE = 256 << 10
+"""A NAMED ends with the block with which it has this many bytes."""
 ROW_SIZE = protocol.IDENTITY_DTYPE.itemsize
 
 
@@ -342,6 +345,23 @@ class SessionDatasets:
         if dataset is None:
             raise ProtocolError(f"{message} message for data set {number}, which is not open")
         return dataset
+
+    def members(self, message: protocol.Names) -> None:
+        """Answer with names of members."""
+        shards = self.get(message.dataset, "NAMES").shards
+        if len(message.blocks) % 8 or not 0 < len(message.blocks) <= 8 * protocol.MOST_NAMED:
+            raise ProtocolError(f"invalid NAMES message: {len(message.blocks)} bytes of blocks")
+        found: list[bytes] = []
+        size = 0
+        for shard, number in np.frombuffer(message.blocks, "<u4").reshape(-1, 2).tolist():
+            members = shards[shard].members if shard < len(shards) else None
+            if members is None or not (number == ABOUT or number < len(members.blocks)):
+                raise ProtocolError(f"invalid NAMES message: block {number} of shard {shard}")
+            found.append(members.block(number))
+            size += len(found[-1])
+            if size >= NAMED_SIZE:
+                break
+        self._context.send(protocol.Named(message.tag, list(found)))
 
     @property
     def owes_answer(self) -> bool:

@@ -8,7 +8,7 @@ requests for samples itself; its data sets are in `opened.py`, prepared samples 
     NEW          HELLO                                         READY (or refused)
     READY        OPEN GET LEASE RELEASE STATUS CLOSE TELL      READY
     READY        FILES ORDER REACHED SEEN RESIZE TIMES         READY
-    READY        HANDOVER PREPARE CLAIM PUT DISTRUST           READY
+    READY        HANDOVER PREPARE CLAIM PUT DISTRUST NAMES     READY
     READY        BYE                                           OVER
     any          anything else: FAIL with tag 0                OVER
 
@@ -138,6 +138,8 @@ class Session:
                 return self.sharing.put(message, now)
             case protocol.Prepare():
                 self.sharing.prepare(message)
+            case protocol.Names():
+                self.datasets.members(message)
             case protocol.Distrust():
                 return self.sharing.distrust(message)
             case protocol.Release():

@@ -124,6 +124,7 @@ def shard_facts(state: ServerState, shard: OpenShard, viewer: Viewer | None) -> 
         "open": shard.fd >= 0,
         "cached_size": used,
         "damaged": shard.damaged,
+        "verified": shard.checksum_kind > 0,
     }
 
 
