@@ -63,6 +63,8 @@ class Handshake:
         """Protocols by which the daemon fetches remote files."""
         self.shares_prepared = about.get("prepared") is True
         """Whether the daemon knows PREPARE, CLAIM, PUT and DISTRUST."""
+        self.keeps_items = about.get("items") is True
+        """Whether these may be made of no file."""
 
     def _exchange(self, decoder: protocol.Decoder, job: str) -> dict[str, Any]:
         """Send HELLO; return what WELCOME says."""

@@ -259,6 +259,7 @@ class ServerState:
             "generation": memory.inventory.get("generation"),
             "times": True,
             "prepared": True,
+            "items": True,
             "remote": [] if remote is None else remote.protocols,
         }
 
