@@ -134,6 +134,10 @@ class KeptItems:
         """Where items come from now."""
         return self._selector.current().description
 
+    def stats(self) -> dict[str, int | float | str]:
+        """Return counters of this process: hits, and misses, which it has made."""
+        return dict(self._selector.current().stats())
+
     def announce(self, order: Int64s, epoch: int, name: str | None, replacement: bool) -> None:
         """Announce an order. Raises: UsageError, SampleIndexError: the daemon refuses it."""
         self._selector.lead()
