@@ -59,10 +59,10 @@ def cache(dataset: Any, *, version: Hashable, name: str | None = None) -> Cached
     count = len(dataset)
     parts = ("cache", __version__, shown, about, text, count, torch.__version__, np.__version__)
     key = hashlib.sha256(repr(parts).encode(errors="surrogatepass")).digest()
-    return CachedDataset(dataset, KeptItems(count, key, shown, _Pieces(shown), value))
+    return CachedDataset(dataset, KeptItems(count, key, shown, _ItemPieces(shown), value))
 
 
-class _Pieces:
+class _ItemPieces:
     """The bytes of items, none of those that cannot be kept. name: of the items."""
 
     def __init__(self, name: str) -> None:
@@ -107,7 +107,7 @@ class CachedDataset(torch.utils.data.Dataset[Any]):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the items of a batch; torch's loader asks for these."""
         numbers = self._numbers(indices)
-        made: _Pieces = self._items.pieces  # type: ignore[assignment]
+        made: _ItemPieces = self._items.pieces  # type: ignore[assignment]
         if numbers is None or (made.refused >= REFUSED_COUNT and not made.kept):
             return self._make(indices)
         return self._items.items(numbers, lambda some: self._make(some.tolist()))
@@ -138,7 +138,8 @@ class CachedDataset(torch.utils.data.Dataset[Any]):
         self, order: Int64s, epoch: int = 0, *, name: str | None = None, replacement: bool = False
     ) -> None:
         """Announce which items will be asked for, in order; as of ``ffserve.torch.Dataset``."""
-        self._items.announce(np.asarray(order, np.int64), epoch, name, replacement)
+        if len(order):
+            self._items.announce(np.asarray(order, np.int64), epoch, name, replacement)
 
     def reached(self, epoch: int, position: int) -> None:
         """Report that the first items of an announced order are used."""

@@ -31,7 +31,7 @@ _PART = struct.Struct("<BBBBQ")
 and the bytes of its content. The members of a container follow it, and have its length as their
 number."""
 _MAGIC = b"FFP2"
-_BYTES, _ARRAY, _TENSOR, _INT, _FLOAT, _BOOL, _STR, _NONE, _TUPLE, _LIST, _DICT = range(11)
+_BYTES, _STR, _NONE, _INT, _FLOAT, _BOOL, _TUPLE, _LIST, _DICT, _ARRAY, _SCALAR, _TENSOR = range(12)
 _ALIGNMENT = 64
 _MOST_PARTS = 256
 COLD_SHARE = 0.25
@@ -124,6 +124,8 @@ def _described(part: Any) -> tuple[int, bytes, tuple[int, ...], Any]:
     if type(part) is np.ndarray and not part.dtype.hasobject and part.dtype.names is None:
         flat = np.ascontiguousarray(part).reshape(-1)
         return _ARRAY, part.dtype.str.encode(), part.shape, flat.view(np.uint8).data
+    if isinstance(part, (np.number, np.bool_)):
+        return _SCALAR, part.dtype.str.encode(), (), part.tobytes()
     plain = type(part) is torch.Tensor and part.layout is torch.strided
     if plain and part.device.type == "cpu" and not part.requires_grad and not part.is_quantized:
         tensor = part.contiguous().reshape(-1)
@@ -200,12 +202,12 @@ def _type(kind: int, name: str, shape: tuple[int, ...], size: int) -> Any:
         raise ValueError(f"a number has {size} bytes")
     if kind in (_TUPLE, _LIST, _DICT) and (len(shape) != 1 or size):
         raise ValueError(f"a container has the shape {shape} and {size} bytes")
-    if kind not in (_ARRAY, _TENSOR) and kind <= _DICT:
+    if kind <= _DICT:
         return None
     count = 1
     for length in shape:
         count *= length
-    if kind == _ARRAY:
+    if kind in (_ARRAY, _SCALAR):
         found: Any = np.dtype(name)
         if found.hasobject:
             raise ValueError("a part is an array of objects")
@@ -238,6 +240,8 @@ def _made(part: _ValuePart, parts: Iterator[_ValuePart], sample: Bytes) -> Any:
         return torch.from_numpy(content).view(part.type).reshape(part.shape)
     if kind == _ARRAY:
         return content.view(part.type).reshape(part.shape)
+    if kind == _SCALAR:
+        return content.view(part.type)[0]
     packed = content.tobytes()
     if kind == _BYTES:
         return packed
