@@ -78,7 +78,7 @@ def rank(number: int, folder: str, options: Any, barrier: Any, out: Any) -> None
         dataset, batch_size=BATCH, sampler=sampler, num_workers=options.workers,
         multiprocessing_context="spawn", persistent_workers=True,
     )  # fmt: skip
-    batches = iter(loader)
+    batches: Any = iter(loader)
     out.put([os.getpid(), *(worker.pid for worker in batches._workers)])
     for epoch in range(options.epochs):
         barrier.wait()
@@ -173,7 +173,7 @@ def hits(folder: str, path: str) -> dict[str, float]:
         os.environ["FFSERVE_SOCKET"] = socket
         prepared, plain = Prepared(path), Pictures(folder, FILES)
         kept = cache(plain, version=2)
-        calls = {
+        calls: dict[str, Callable[[list[int]], Any]] = {
             "prepare": lambda batch: prepared._preparer().values(prepared, batch),
             "cache": kept.__getitems__,
         }

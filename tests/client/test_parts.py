@@ -171,7 +171,7 @@ def test_other_programs_read_a_sample(tmp_path: Path, server: str) -> None:
         archive.writestr("name", b"content" * 100_000)
     path = write(tmp_path / "a.ffr", [packed.getvalue()])
     with ffserve.open(path, server=server) as reader:
-        file = reader.open_sample(0)
+        file: Any = reader.open_sample(0)
         assert file.readable() and file.seekable() and not file.writable() and file.verified
         with zipfile.ZipFile(file) as archive:
             assert archive.read("name") == b"content" * 100_000

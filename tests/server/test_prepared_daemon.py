@@ -477,22 +477,24 @@ CONTENTS = {3: b"three" * 1000, 7: b"7", 21: os.urandom(200_001)}
 
 @pytest.mark.check
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_prepared_samples_outlive_their_daemon(path: str, number: int) -> None:
+@pytest.mark.parametrize("name", ["tests.prepare", "tests.items"])
+def test_prepared_samples_outlive_their_daemon(path: str, name: str, number: int) -> None:
+    of = path if name == "tests.prepare" else None
     with managed() as daemon:
-        with Preparer(daemon, path) as one:
+        with Preparer(daemon, of) as one:
             assert one.claim(*CONTENTS, 5) == [YOURS] * 4
             assert one.put(CONTENTS).errors == []
         for _ in range(2):
             daemon.restart(number)
-            with Preparer(daemon, path) as later:
+            with Preparer(daemon, of) as later:
                 assert later.look(*CONTENTS, 5) == [*CONTENTS.values(), None]
                 assert later.claim(*CONTENTS, 5) == [READABLE] * 3 + [YOURS]
-        with Preparer(daemon, path) as later, Preparer(daemon, path, bytes(31) + b"!") as other:
+        with Preparer(daemon, of) as later, Preparer(daemon, of, bytes(31) + b"!") as other:
             assert other.look(3) == [None] and other.claim(3) == [YOURS]
             assert later.claim(5) == [YOURS] and later.put({5: b"five"}).errors == []
             assert later.look(3, 5) == [CONTENTS[3], b"five"]
             rows = [row for row in daemon.status()["preparations"] if row["prepared"]]
-            assert [(row["name"], row["prepared"]) for row in rows] == [("tests.prepare", 1)]
+            assert [(row["name"], row["prepared"]) for row in rows] == [(name, 1)]
             # Lengths are known over a restart as well.
             assert later.claim(3) == [READABLE]
 

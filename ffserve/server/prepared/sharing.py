@@ -93,7 +93,8 @@ class Sharing:
     def prepare(self, message: protocol.Prepare, now: float) -> None:
         """Open the prepared samples of a data set, or of no file."""
         context, state = self._context, self._state
-        tag, source = message.tag, None
+        tag = message.tag
+        source: OpenDataset | None = None
         name, count = message.what.get("name"), message.what.get("count")
         if message.dataset or count is None:
             source = self._datasets.get(message.dataset, "PREPARE")
