@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.utils.data
 from daemon import Daemon, serving, until
+from keeping import pictures, twice
 from preparing import same
 
 import ffserve.client.daemon.preparing
@@ -240,15 +241,6 @@ def test_a_daemon_that_is_killed_in_the_middle(
 # ---- datasets of others --------------------------------------------------------------------------
 
 
-def pictures(directory: Path) -> None:
-    """Write a folder of pictures, as ImageFolder reads it."""
-    image = pytest.importorskip("PIL.Image")
-    for index in range(12):
-        path = directory / ("cat", "dog")[index % 2] / f"{index}.png"
-        path.parent.mkdir(exist_ok=True)
-        image.fromarray(np.full((9, 7, 3), 20 * index, np.uint8)).save(path)
-
-
 class Opened(torch.utils.data.Dataset[Any]):
     """A list of paths, with PIL.Image.open."""
 
@@ -264,34 +256,12 @@ class Opened(torch.utils.data.Dataset[Any]):
         return torch.from_numpy(np.array(picture)).permute(2, 0, 1), str(self.paths[index])
 
 
-def twice(dataset: Any, name: str, daemon: Daemon) -> None:
-    """Two jobs over a dataset get what it returns, and the second one finds it in memory."""
-    expected = [dataset[i] for i in range(len(dataset))]
-    for hits in (0, len(dataset)):
-        kept = cache(dataset, version=1, name=name)
-        loader = torch.utils.data.DataLoader(kept, batch_size=5, collate_fn=list)
-        assert all(map(same, [each for batch in loader for each in batch], expected))
-        assert kept._items.stats()["hits"] == hits
-    (row,) = [row for row in daemon.status()["preparations"] if row["name"] == name]
-    assert row["prepared"] == len(dataset)
-
-
 def test_paths_of_pictures(tmp_path: Path, daemon: Daemon) -> None:
     pictures(tmp_path)
     twice(Opened(sorted(tmp_path.rglob("*.png"))), str(tmp_path), daemon)
 
 
-def test_an_image_folder_of_torchvision(tmp_path: Path, daemon: Daemon) -> None:
-    folders = pytest.importorskip("torchvision.datasets")
-    functions = pytest.importorskip("torchvision.transforms.functional")
-    pictures(tmp_path)
-    twice(
-        folders.ImageFolder(str(tmp_path), transform=functions.pil_to_tensor),
-        str(tmp_path),
-        daemon,
-    )
-
-
+@pytest.mark.interop
 def test_a_dataset_of_hugging_face(tmp_path: Path, daemon: Daemon) -> None:
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "ids": [[1], [2, 3], []]})
