@@ -73,7 +73,7 @@ def rank(number: int, folder: str, options: Any, barrier: Any, out: Any) -> None
     """Follow two epochs of a rank's part; tell the pids of the workers."""
     torch.set_num_threads(1)
     dataset = cache(Pictures(folder, options.count), version=1)
-    sampler = torch.utils.data.DistributedSampler(dataset, options.ranks, number)
+    sampler: Any = torch.utils.data.DistributedSampler(dataset, options.ranks, number)
     loader = torch.utils.data.DataLoader(
         dataset, batch_size=BATCH, sampler=sampler, num_workers=options.workers,
         multiprocessing_context="spawn", persistent_workers=True,

@@ -56,7 +56,7 @@ def test_a_part_of_a_cached_sample_is_verified(path: str, daemon: Daemon) -> Non
         part, other = reader.read_ranges([(3, 7, 19), (8, 7, 19)])
         assert part.verified and not other.verified
         assert [bytes(part), bytes(other)] == expected([(3, 7, 19), (8, 7, 19)])
-        assert not (part + 0).verified and np.array(part).__class__ is not type(part)
+        assert (part + 0).verified is False, "another array"
     with ffserve.open(path, server=daemon.socket, verify=False) as reader:
         reader.read([3])
         assert not reader.read_range(3, 7, 19).verified, "nothing was compared"

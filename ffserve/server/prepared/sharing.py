@@ -95,15 +95,18 @@ class Sharing:
         context, state = self._context, self._state
         tag = message.tag
         source: OpenDataset | None = None
+        sources: Sources
         name, count = message.what.get("name"), message.what.get("count")
         if message.dataset or count is None:
             source = self._datasets.get(message.dataset, "PREPARE")
+            sources, firsts = source.shards, source.layout.firsts[:-1].tolist()
         elif type(count) is not int or not 0 < count < 1 << 48:
             raise ProtocolError("invalid PREPARE message: the count is invalid")
         elif self._datasets.refuses(now):
             return
         else:
             context.join_job(now)
+            sources, firsts = [items(count, context.peer.owner)], [0]
         if (
             len(message.key) != protocol.KEY_SIZE
             or not isinstance(name, str)
@@ -131,12 +134,9 @@ class Sharing:
             return
         user.memory_files += 1
         self._datasets.begin_opening()
-        if source is None:
-            made_of: tuple[Sources, list[int]] = [items(count, context.peer.owner)], [0]
-        else:
+        if source is not None:
             source.requests += 1
-            made_of = source.shards, source.layout.firsts[:-1].tolist()
-        self._preparer(tag, PrepareRequest(source, *made_of, message.key, name))
+        self._preparer(tag, PrepareRequest(source, sources, firsts, message.key, name))
 
     def opened(self, tag: int, request: PrepareRequest, fd: int) -> None:
         """Take the memory file for prepared samples; the session owns it from now on.
