@@ -54,6 +54,13 @@ class Pictures(torch.utils.data.Dataset[Any]):
         return picture, index
 
 
+class Arrays(Pictures):
+    """The pictures alone, as `Prepared` has them."""
+
+    def __getitem__(self, index: int) -> Any:
+        return decoded(Path(self.folder, f"{index % FILES}.jpg").read_bytes())
+
+
 def pss(pids: Sequence[int]) -> tuple[int, int]:
     """Return the bytes of processes: of ffserve's mapped files, and of all."""
     ours = everything = 0
@@ -136,7 +143,7 @@ def shared(folder: str, options: Any) -> dict[str, float]:
     """Run two jobs; return the figures."""
     size = options.count * ITEM_SIZE
     found: dict[str, float] = {"items": options.count, "bytes": size}
-    with daemon(folder, int(1.5 * size) + (64 << 20)) as (socket, pid):
+    with daemon(folder, int(1.03 * size) + (8 << 20)) as (socket, pid):
         os.environ["FFSERVE_SOCKET"] = socket
 
         def made() -> int:
@@ -172,7 +179,7 @@ def hits(folder: str, path: str) -> dict[str, float]:
     with daemon(folder, 256 << 20) as (socket, _):
         os.environ["FFSERVE_SOCKET"] = socket
         prepared, plain = Prepared(path), Pictures(folder, FILES)
-        kept = cache(plain, version=2)
+        kept = cache(Arrays(folder, FILES), version=2)
         calls: dict[str, Callable[[list[int]], Any]] = {
             "prepare": lambda batch: prepared._preparer().values(prepared, batch),
             "cache": kept.__getitems__,
