@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,6 +121,14 @@ def test_the_text_of_a_dataset_is_part_of_its_own_name(log: str) -> None:
     for shift, name in ((0, log), (1, log + "-other")):
         got = cache(Named(name, shift=shift), version=1)[3]
         assert int(got[0][0, 0, 0]) == 3 + shift
+
+
+def test_a_pickled_copy_finds_the_items(log: str, tmp_path: Path) -> None:
+    dataset = cache(Items(log), version=1, name=log)
+    dataset.__getitems__(list(range(N)))
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert all(map(same, copy.__getitems__(list(range(N))), truth(tmp_path)))
+    assert len(made(log)) == N + 1 and copy.classes == dataset.classes
 
 
 @pytest.mark.parametrize("index", [N, -N - 1])
