@@ -320,7 +320,8 @@ class Handed:
 class Prepare:
     """Open the prepared samples of a data set; OPENED answers, after a NEED for a memory file.
 
-    `key`: 32 bytes, of the preparation. `what`: name, of it, for people.
+    `key`: 32 bytes, of the preparation. `what`: name, of it, for people; with `dataset` 0 also
+    count, of samples that are made of no file.
     """
 
     TYPE: ClassVar[int] = 29

@@ -26,6 +26,7 @@ from ffserve import folders as packed_folders
 from ffserve import formats
 from ffserve.client.announced import AnnouncedOrders, Order, check_count, check_order
 from ffserve.client.daemon import connection as connections
+from ffserve.client.daemon.shared_memory import DaemonSource
 from ffserve.client.failover import OpenRequest, SourceSelector, closed_error
 from ffserve.client.local.local_source import LocalSource
 from ffserve.client.record_stream import RecordStream
@@ -51,6 +52,7 @@ from ffserve.errors import (
     raise_first,
 )
 from ffserve.formats.members import ABOUT, Members, as_text, key_of
+from ffserve.parts import Part, SampleFile
 from ffserve.store.origin import ObjectVersion
 
 T = TypeVar("T")
@@ -789,6 +791,68 @@ class Reader(BaseReader, Sequence[Bytes]):
         finally:
             leased.release()
 
+    def open_sample(self, index: int, *, verify: bool = False) -> SampleFile:
+        """Return a sample as a file: seekable, read-only, of io.RawIOBase, picklable.
+
+        Args: verify: read the whole sample at once and compare its checksum.
+        Returns: the file. Its `verified` says whether all bytes that were read so far are of a
+            sample whose checksum was compared. A read of little reads 256 KiB.
+        Raises: SampleIndexError; with `verify` as `read`. Reads raise as `read_ranges`.
+        """
+        return SampleFile(self, index, verify=verify)
+
+    def read_range(self, index: int, start: int, stop: int, *, verify: bool = False) -> Part:
+        """Read the bytes from `start` up to `stop` of a sample; see `read_ranges`."""
+        return self.read_ranges([(index, start, stop)], verify=verify)[0]
+
+    def read_ranges(
+        self, ranges: Iterable[tuple[int, int, int]], *, verify: bool = False
+    ) -> list[Part]:
+        """Read parts of samples: only their bytes, from files and origins.
+
+        Args:
+            ranges: index, start and stop of each, in bytes of the sample; any number, in any order.
+            verify: read the whole samples, and compare their checksums.
+        Returns: one array a range: uint8[stop - start], writable. Its `verified` says whether the
+            checksum of the sample was compared. It was where the sample was in the daemon's memory,
+            or is in a compressed chunk, and with `verify`, unless the reader compares none or the
+            format has none; it was not where the part was read alone.
+        Raises: UsageError: a range is not inside its sample. Otherwise as `read`.
+        Cost: one batch of reads for the parts that are read alone; the daemon does not keep them,
+            nor, of remote files, does its store.
+        """
+        rows = np.array([(int(i), int(a), int(b)) for i, a, b in ranges], np.int64).reshape(-1, 3)
+        numbers = self._numbers(rows[:, 0])
+        begins, sizes = rows[:, 1], rows[:, 2] - rows[:, 1]
+        bad = (begins < 0) | (sizes < 0) | (rows[:, 2] > self.sizes(rows[:, 0]))
+        if bad.any():
+            index, start, stop = rows[int(np.argmax(bad))].tolist()
+            raise UsageError(
+                f"the range from {start} to {stop} is not inside sample {index}",
+                hint="reader.sizes([index]) gives its length",
+            )
+        parts: list[Part | None] = [None] * len(rows)
+        whole = np.ones(len(rows), np.bool_)
+        source = self._selector.current()
+        alone = None if verify else self._selector.beside(source)
+        if alone is not None:
+            whole = alone.in_chunks(numbers)
+            if isinstance(source, DaemonSource):
+                whole |= source.cached(numbers)
+        if whole.any():
+            samples, places = np.unique(numbers[whole], return_inverse=True)
+            with self._leasing(Rows(samples)) as views:
+                for k, at in zip(np.flatnonzero(whole).tolist(), places.tolist(), strict=True):
+                    content = views[at][begins[k] : begins[k] + sizes[k]].copy()
+                    parts[k] = Part.of(content, verified=self.verified)
+        rest = np.flatnonzero(~whole)
+        if len(rest) and alone is not None:
+            arrays, failed = alone.parts(numbers[rest], begins[rest], sizes[rest])
+            self._raise_first(failed, numbers[rest])
+            for k, content in zip(rest.tolist(), arrays, strict=True):
+                parts[k] = Part.of(content, verified=False)
+        return [part for part in parts if part is not None]
+
     @overload
     def __getitem__(self, index: int | np.integer[Any]) -> Bytes: ...
     @overload
@@ -1041,6 +1105,16 @@ class FieldReader(Reader):
     batches: Callable[..., Iterator[dict[str, list[Any]]]]  # type: ignore[assignment]
 
     rows_of = staticmethod(rows_of)
+
+    def read_ranges(
+        self, ranges: Iterable[tuple[int, int, int]], *, verify: bool = False
+    ) -> list[Part]:
+        """Raises: UsageError: a range is one of a single field."""
+        raise UsageError(
+            f"samples have the fields {', '.join(self.fields)}, so a range is of none of them",
+            path=self._request.paths[0],
+            hint=f"open the file with one field: fields={self.fields[:1]}",
+        )
 
 
 class StreamReader(Reader):

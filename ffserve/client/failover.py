@@ -351,20 +351,38 @@ class SourceSelection:
             except FFServeError:
                 source.replaceable, source.refused = False, None
                 return None
-            try:
-                self.request.check(spare)
-                with self._swapping:
-                    if self.request.closed:
-                        raise closed_error()
-                    self.spare = spare
-            except BaseException:
-                spare.close()
-                raise
+            self._take_spare(spare)
         if self._first_time(error, key=error.code):
             log.warning(
                 "the daemon has no memory for samples, so this process reads them without it: %s",
                 str(error),  # a handler that keeps the record must not keep the request's buffers
             )
+        return self.spare
+
+    def _take_spare(self, spare: LocalSource) -> None:
+        """Have a spare source. Raises, and closes it, if its content is not that of the source."""
+        try:
+            self.request.check(spare)
+            with self._swapping:
+                if self.request.closed:
+                    raise closed_error()
+                self.spare = spare
+        except BaseException:
+            spare.close()
+            raise
+
+    def beside(self, source: SampleSource) -> SelectionSteps[LocalSource | None]:
+        """Return a source that reads parts of the samples of the present one; None: this process
+        cannot open the files, or they are others by now."""
+        found: LocalSource | None = yield methodcaller("alone", self._beside(source))
+        return found
+
+    def _beside(self, source: SampleSource) -> SelectionSteps[LocalSource | None]:
+        if isinstance(source, LocalSource):
+            return source
+        if self.spare is None:
+            with contextlib.suppress(FFServeError):
+                self._take_spare((yield methodcaller("open_local")))
         return self.spare
 
     def close(self) -> list[SampleSource]:
@@ -642,6 +660,10 @@ class SourceSelector:
     def after(self, source: SampleSource, error: FFServeError) -> LocalSource | None:
         """Go on after a request has failed, as `SourceSelection.after`."""
         return self._run(self.selection.after(source, error))
+
+    def beside(self, source: SampleSource) -> LocalSource | None:
+        """Return a source for parts, as `SourceSelection.beside`."""
+        return self._run(self.selection.beside(source))
 
     def look_for_daemon(self, instead_of: SampleSource | None) -> None:
         """Look for the daemon in a thread, and announce to it what was announced: a training loop

@@ -270,6 +270,7 @@ class FileReader:
         source: str = self._open().source
         return source
 
+    @property
     def fields(self) -> list[str]:
         """The fields of the samples of tar files; see ``ffserve.Reader.fields``."""
         fields: list[str] = self._open().fields

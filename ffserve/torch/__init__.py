@@ -18,12 +18,14 @@ except ModuleNotFoundError as error:
 
 from ffserve.torch.dataset import ConcatDataset, Dataset, RawDataset, ReaderRegistry, Subset
 from ffserve.torch.image_folder import DatasetFolder, ImageFolder
+from ffserve.torch.kept import CachedDataset, cache
 from ffserve.torch.loader import DataLoader
 from ffserve.torch.mixture import Mixture
 from ffserve.torch.packed import PackedDataset
 from ffserve.torch.samplers import EpochSampler, data_rank
 
 __all__ = [
+    "CachedDataset",
     "ConcatDataset",
     "DataLoader",
     "Dataset",
@@ -35,5 +37,6 @@ __all__ = [
     "RawDataset",
     "ReaderRegistry",
     "Subset",
+    "cache",
     "data_rank",
 ]

@@ -1,8 +1,9 @@
 """Prepared samples of a torch dataset: the results of `Dataset.prepare`, shared by a user's jobs.
 
 A result travels as a header and the bytes of its parts. The header says what the parts are (bytes,
-arrays, tensors, numbers, alone or in a tuple or dict). Nothing is pickled. Headers are checked when
-they are read: they may come from another release.
+strings, arrays, tensors, numbers, and tuples, lists and dicts of these). Nothing is pickled.
+Headers are checked when they are read: they may come from another release. Items of other data sets
+(`kept.py`) travel in the same way.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import inspect
 import os
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,22 +24,27 @@ from ffserve.client.public import PreparedSource, prepared_source
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.errors import FormatError, ProtocolError, ServerUnavailable, UsageError
 
-_HEAD = struct.Struct("<4sHBB")
-"""The header begins with its magic, its whole size, the container and the number of parts."""
+_HEAD = struct.Struct("<4sII")
+"""The header begins with its magic, its whole size and the number of parts."""
 _PART = struct.Struct("<BBBBQ")
 """Each part has its kind, its dimensions, the bytes of the name of its type, the bytes of its key,
-and the bytes of its content."""
-_MAGIC = b"FFP1"
-_SINGLE, _TUPLE, _DICT = range(3)
-_BYTES, _ARRAY, _TENSOR, _INT, _FLOAT, _BOOL = range(6)
+and the bytes of its content. The members of a container follow it, and have its length as their
+number."""
+_MAGIC = b"FFP2"
+_BYTES, _STR, _NONE, _INT, _FLOAT, _BOOL, _TUPLE, _LIST, _DICT, _ARRAY, _SCALAR, _TENSOR = range(12)
 _ALIGNMENT = 64
-_MOST_PARTS = 64
+_MOST_PARTS = 256
 COLD_SHARE = 0.25
 """Raw samples are read ahead if less than this share of the prepared ones is in memory."""
 _MOST_LAYOUTS = 4096
 """This many different headers are kept in parsed form."""
-_KINDS: dict[type[Any], int] = {bytes: _BYTES, int: _INT, float: _FLOAT, bool: _BOOL}
-_NUMBERS: dict[int, Any] = {_INT: struct.Struct("<q"), _FLOAT: struct.Struct("<d")}
+_CONTAINERS: dict[type[Any], int] = {tuple: _TUPLE, list: _LIST, dict: _DICT}
+_NUMBERS: dict[type[Any], tuple[int, Any]] = {
+    int: (_INT, struct.Struct("<q")),
+    float: (_FLOAT, struct.Struct("<d")),
+    bool: (_BOOL, struct.Struct("<?")),
+}
+_PACKED: dict[int, Any] = dict(_NUMBERS.values())
 
 
 class _ValuePart(NamedTuple):
@@ -53,7 +59,6 @@ class _ValuePart(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    container: int
     parts: list[_ValuePart]
     size: int
 
@@ -66,56 +71,71 @@ def pieces(value: Any) -> list[Any]:
 
     Raises: UsageError for what cannot be shared.
     """
-    container, keys, parts = _SINGLE, [""], [value]
-    if type(value) is tuple:
-        container, keys, parts = _TUPLE, [""] * len(value), list(value)
-    elif type(value) is dict:
-        container, keys, parts = _DICT, list(value), list(value.values())
-    if len(parts) > _MOST_PARTS or not all(type(key) is str and len(key) < 64 for key in keys):
-        raise UsageError(
-            f"prepare returned a {type(value).__name__} that cannot be shared",
-            hint=f"a tuple or dict has at most {_MOST_PARTS} parts, and keys are short strings",
-        )
-    rows, contents = [], []
-    for key, part in zip(keys, parts, strict=True):
-        kind, name, shape, content = _described(part)
-        packed = key.encode()
-        rows.append(_PART.pack(kind, len(shape), len(name), len(packed), len(content)))
-        rows[-1] += struct.pack(f"<{len(shape)}q", *shape) + name + packed
-        contents.append(content)
+    rows, contents = list[bytes](), list[Any]()
+    _add("", value, rows, contents)
     body = b"".join(rows)
     size = -(-(_HEAD.size + len(body)) // _ALIGNMENT) * _ALIGNMENT
-    head = (_HEAD.pack(_MAGIC, size, container, len(parts)) + body).ljust(size, b"\0")
+    head = (_HEAD.pack(_MAGIC, size, len(rows)) + body).ljust(size, b"\0")
     found: list[Any] = [head]
     for content in contents[:-1]:
         found += [content, bytes(-len(content) % _ALIGNMENT)]
     return found + contents[-1:]
 
 
+def _add(key: Any, part: Any, rows: list[bytes], contents: list[Any]) -> None:
+    """Add the rows and contents of a part, and of those in it."""
+    if len(rows) == _MOST_PARTS or type(key) is not str or len(key) >= 64:
+        raise UsageError(
+            "a sample has a part that cannot be shared",
+            hint=f"it has at most {_MOST_PARTS} parts, and the keys of dicts are short strings; of "
+            "many numbers make an array",
+        )
+    container, name, shape = _CONTAINERS.get(type(part)), b"", tuple[int, ...]()
+    if container is None:
+        kind, name, shape, content = _described(part)
+    else:
+        kind, shape, content = container, (len(part),), b""
+    packed = key.encode()
+    rows.append(_PART.pack(kind, len(shape), len(name), len(packed), len(content)))
+    rows[-1] += struct.pack(f"<{len(shape)}q", *shape) + name + packed
+    contents.append(content)
+    if kind == _DICT:
+        for each, value in part.items():
+            _add(each, value, rows, contents)
+    elif container is not None:
+        for value in part:
+            _add("", value, rows, contents)
+
+
 def _described(part: Any) -> tuple[int, bytes, tuple[int, ...], Any]:
     """Return a part's kind, type, shape and bytes."""
-    kind = _KINDS.get(type(part))
-    if kind == _BYTES:
-        return _BYTES, b"", (), part
-    if kind == _BOOL:
-        return _BOOL, b"", (), bytes([part])
-    if kind is not None:
+    number = _NUMBERS.get(type(part))
+    if number is not None:
         try:
-            return kind, b"", (), _NUMBERS[kind].pack(part)
+            return number[0], b"", (), number[1].pack(part)
         except struct.error:
-            raise UsageError(f"prepare returned {part}, which exceeds 64 bits") from None
+            raise UsageError(f"a sample has the number {part}, which exceeds 64 bits") from None
+    if type(part) is bytes:
+        return _BYTES, b"", (), part
+    if type(part) is str:
+        return _STR, b"", (), part.encode(errors="surrogatepass")
+    if part is None:
+        return _NONE, b"", (), b""
     if type(part) is np.ndarray and not part.dtype.hasobject and part.dtype.names is None:
         flat = np.ascontiguousarray(part).reshape(-1)
         return _ARRAY, part.dtype.str.encode(), part.shape, flat.view(np.uint8).data
+    if isinstance(part, (np.number, np.bool_)):
+        return _SCALAR, part.dtype.str.encode(), (), part.tobytes()
     plain = type(part) is torch.Tensor and part.layout is torch.strided
     if plain and part.device.type == "cpu" and not part.requires_grad and not part.is_quantized:
         tensor = part.contiguous().reshape(-1)
         content = tensor.view(torch.uint8).numpy().data if tensor.numel() else b""
         return _TENSOR, str(part.dtype).encode(), tuple(part.shape), content
     raise UsageError(
-        f"prepare returned a {type(part).__name__} that cannot be shared",
-        hint="return bytes, an array without objects, a dense tensor in memory without a gradient, "
-        "a number, or a tuple or dict of these",
+        f"a sample has a {type(part).__name__}, which cannot be shared",
+        hint="shared are bytes, strings, numbers, None, arrays without objects, dense tensors in "
+        "memory without a gradient, and tuples, lists and dicts of these; of a picture make an "
+        "array: np.asarray(picture)",
     )
 
 
@@ -131,7 +151,7 @@ def value(sample: Bytes) -> Any:
     """
     head = bytes(sample[: _HEAD.size])
     if len(head) == _HEAD.size:
-        magic, size, _, _ = _HEAD.unpack(head)
+        magic, size, _ = _HEAD.unpack(head)
         if magic == _MAGIC and _HEAD.size <= size <= len(sample):
             packed = sample[:size].tobytes()
             layout = _layouts.get(packed)
@@ -140,7 +160,8 @@ def value(sample: Bytes) -> Any:
                 if len(_layouts) < _MOST_LAYOUTS:
                     _layouts[packed] = layout
             if layout.size == len(sample):
-                return _made(layout, sample)
+                parts = iter(layout.parts)
+                return _made(next(parts), parts, sample)
     raise FormatError("a prepared sample in memory is malformed", hint="change prepare_version")
 
 
@@ -152,9 +173,10 @@ def _parsed(packed: bytes) -> _Layout:
 
 
 def _parse(packed: bytes) -> _Layout:
-    _, start, container, count = _HEAD.unpack_from(packed)
-    at, end, parts = _HEAD.size, start, []
-    for _ in range(count):
+    _, start, count = _HEAD.unpack_from(packed)
+    at, end, parts = _HEAD.size, start, list[_ValuePart]()
+    missing = 1
+    while missing and len(parts) < min(count, _MOST_PARTS):
         kind, dimensions, name_size, key_size, size = _PART.unpack_from(packed, at)
         at += _PART.size
         shape = struct.unpack_from(f"<{dimensions}q", packed, at)
@@ -166,25 +188,26 @@ def _parse(packed: bytes) -> _Layout:
         parts.append(
             _ValuePart(kind, _type(kind, name, shape, size), shape, key.decode(), start, end)
         )
-    if container not in (_SINGLE, _TUPLE, _DICT) or (container == _SINGLE and count != 1):
-        raise ValueError(f"it has a container of kind {container} with {count} parts")
-    return _Layout(container, parts, end)
+        missing += (shape[0] if kind in _CONTAINERS.values() else 0) - 1
+    if missing or len(parts) != count:
+        raise ValueError(f"it has {count} parts, which do not fit together")
+    return _Layout(parts, end)
 
 
 def _type(kind: int, name: str, shape: tuple[int, ...], size: int) -> Any:
     """Return the type of a part, having checked its size."""
     if any(length < 0 for length in shape):
         raise ValueError(f"a part has the shape {shape}")
-    if kind in _NUMBERS or kind == _BOOL:
-        if size != (1 if kind == _BOOL else 8):
-            raise ValueError(f"a number has {size} bytes")
-        return None
-    if kind == _BYTES:
+    if kind in _PACKED and size != _PACKED[kind].size:
+        raise ValueError(f"a number has {size} bytes")
+    if kind in (_TUPLE, _LIST, _DICT) and (len(shape) != 1 or size):
+        raise ValueError(f"a container has the shape {shape} and {size} bytes")
+    if kind <= _DICT:
         return None
     count = 1
     for length in shape:
         count *= length
-    if kind == _ARRAY:
+    if kind in (_ARRAY, _SCALAR):
         found: Any = np.dtype(name)
         if found.hasobject:
             raise ValueError("a part is an array of objects")
@@ -201,26 +224,30 @@ def _type(kind: int, name: str, shape: tuple[int, ...], size: int) -> Any:
     return found
 
 
-def _made(layout: _Layout, sample: Bytes) -> Any:
-    made = [_part(part, sample[part.start : part.end]) for part in layout.parts]
-    if layout.container == _SINGLE:
-        return made[0]
-    if layout.container == _TUPLE:
-        return tuple(made)
-    return {part.key: each for part, each in zip(layout.parts, made, strict=True)}
-
-
-def _part(part: _ValuePart, content: Bytes) -> Any:
-    if part.kind == _TENSOR:
+def _made(part: _ValuePart, parts: Iterator[_ValuePart], sample: Bytes) -> Any:
+    """Return the value of a part. Args: parts: those that follow it."""
+    kind = part.kind
+    if kind == _DICT:
+        following = (next(parts) for _ in range(part.shape[0]))
+        return {each.key: _made(each, parts, sample) for each in following}
+    if kind in (_TUPLE, _LIST):
+        made = [_made(next(parts), parts, sample) for _ in range(part.shape[0])]
+        return tuple(made) if kind == _TUPLE else made
+    content = sample[part.start : part.end]
+    if kind == _TENSOR:
         if not len(content):
             return torch.empty(part.shape, dtype=part.type)
         return torch.from_numpy(content).view(part.type).reshape(part.shape)
-    if part.kind == _ARRAY:
+    if kind == _ARRAY:
         return content.view(part.type).reshape(part.shape)
+    if kind == _SCALAR:
+        return content.view(part.type)[0]
     packed = content.tobytes()
-    if part.kind == _BYTES:
+    if kind == _BYTES:
         return packed
-    return bool(packed[0]) if part.kind == _BOOL else _NUMBERS[part.kind].unpack(packed)[0]
+    if kind == _STR:
+        return packed.decode(errors="surrogatepass")
+    return None if kind == _NONE else _PACKED[kind].unpack(packed)[0]
 
 
 # ---- keys ----------------------------------------------------------------------------------------
@@ -231,14 +258,9 @@ def key_of(dataset: Any) -> tuple[bytes, str]:
 
     Raises: UsageError for a `prepare_version` without a text of its own.
     """
-    kind, version = type(dataset), dataset.prepare_version
-    name = f"{kind.__module__}.{kind.__qualname__}"[-200:]  # limits.MOST_NAME
-    text = repr(version)
-    if " at 0x" in text:
-        raise UsageError(
-            f"prepare_version is {text}, whose text differs from process to process",
-            hint="use numbers, strings, and tuples of them",
-        )
+    kind = type(dataset)
+    name = name_of(kind)
+    text = text_of(dataset.prepare_version, "prepare_version")
     function = kind.prepare
     try:
         source = inspect.getsource(function)
@@ -251,6 +273,22 @@ def key_of(dataset: Any) -> tuple[bytes, str]:
     parts = (__version__, name, source, text, torch.__version__, np.__version__, *chosen)
     digest = hashlib.sha256(repr(parts).encode())
     return digest.digest(), name
+
+
+def name_of(kind: type[Any]) -> str:
+    """Return the name of a class."""
+    return f"{kind.__module__}.{kind.__qualname__}"[-200:]  # limits.MOST_NAME
+
+
+def text_of(version: Any, option: str) -> str:
+    """Return the text of a version. Raises: UsageError: it has none of its own."""
+    text = repr(version)
+    if " at 0x" in text:
+        raise UsageError(
+            f"{option} is {text}, whose text differs from process to process",
+            hint="use numbers, strings, and tuples of them",
+        )
+    return text
 
 
 def _code(code: Any) -> Any:

@@ -6,6 +6,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,9 +29,11 @@ except RuntimeError:
         declared.define(f"{name}(Tensor x) -> Tensor")
     from torchvision.datasets import folder
 
+from daemon import Daemon  # noqa: E402
+from keeping import pictures, twice  # noqa: E402
 from torch_cases import folder_tree  # noqa: E402
 
-from ffserve.torch import DatasetFolder, ImageFolder  # noqa: E402
+from ffserve.torch import DatasetFolder, ImageFolder, cache  # noqa: E402
 
 
 @pytest.mark.parametrize("kind", ["pictures", "everything", "hidden"])
@@ -54,3 +57,13 @@ def test_classes_and_labels_are_the_same(tmp_path: Path, kind: str) -> None:
     assert ours.samples == [
         (path.removeprefix(f"{root}/"), label) for path, label in theirs.samples
     ]
+
+
+def test_an_image_folder_is_kept(
+    tmp_path: Path, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures(tmp_path)
+    monkeypatch.setenv("FFSERVE_SOCKET", daemon.socket)
+    theirs = folder.ImageFolder(str(tmp_path), transform=np.asarray)
+    assert cache(theirs, version=1).classes == ["cat", "dog"]
+    twice(theirs, str(tmp_path), daemon)

@@ -56,17 +56,26 @@ def pack(numbers: Sequence[int]) -> bytes:
 
 
 class Preparer(Raw):
-    """A raw client with a data set, its prepared samples, and a memory file."""
+    """A raw client with a data set, its prepared samples, and a memory file. Args: path: None: the
+    samples are made of no file."""
 
-    def __init__(self, daemon: Daemon, path: str, key: bytes = KEY, *, verify: bool = True) -> None:
+    def __init__(
+        self, daemon: Daemon, path: str | None, key: bytes = KEY, *, verify: bool = True
+    ) -> None:
         super().__init__(daemon.socket, hello=False, keep=True)
         welcome = self.hello()
         assert isinstance(welcome, protocol.Welcome) and welcome.about["prepared"] is True
         self.about = welcome.about
         self.file = os.memfd_create("prepared")
-        self.raw = self.open(path, verify=verify)
         self._tag = 100
-        self.send(protocol.Prepare(2, self.raw.dataset, key, {"name": "tests.prepare"}))
+        domains = b""
+        if path is None:
+            assert self.about["items"] is True
+            self.send(protocol.Prepare(2, 0, key, {"name": "tests.items", "count": COUNT}))
+        else:
+            self.raw = self.open(path, verify=verify)
+            domains = self.raw.domains
+            self.send(protocol.Prepare(2, self.raw.dataset, key, {"name": "tests.prepare"}))
         need = self.receive()
         assert isinstance(need, protocol.Need), need
         self.pass_files(2, [self.file])
@@ -75,9 +84,9 @@ class Preparer(Raw):
         self.opened = opened
         self.dataset = opened.dataset
         self.shard = np.frombuffer(opened.shards, protocol.SHARD_DTYPE)[0]
-        domains = protocol.unpack_tags(self.raw.domains + opened.domains)
+        serials = protocol.unpack_tags(domains + opened.domains)
         # A page comes first, then three descriptors for each domain.
-        place = 1 + 3 * domains.index(int(self.shard["domain"]))
+        place = 1 + 3 * serials.index(int(self.shard["domain"]))
         fds = [os.dup(fd) for fd in self.fds[place : place + 3]]
         arena_size = self.about["arena_size"]
         self.memory = DomainMemory("test", fds, arena_size, self.about["capacity"])
@@ -374,6 +383,29 @@ def test_keys_without_end_took_all_memory_for_tables(path: str) -> None:
         )
 
 
+def as_user(uid: int, daemon: Daemon) -> Preparer:
+    """Connect as a user, for items."""
+    os.seteuid(uid)
+    try:
+        return Preparer(daemon, None)
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="connects as other users")
+def test_items_without_a_file_are_their_users_own() -> None:
+    with serving(options=("--socket-mode", "0666")) as daemon:
+        with as_user(4001, daemon) as one, as_user(4001, daemon) as same:
+            assert one.claim(3) == [YOURS] and same.claim(3) == [ELSEWHERE]
+            one.put({3: b"content"})
+            assert same.claim(3) == [READABLE] and same.look(3) == [b"content"]
+            with as_user(4002, daemon) as other:
+                assert other.claim(3) == [YOURS]
+                assert int(other.shard["domain"]) != int(one.shard["domain"])
+        with as_user(4001, daemon) as later:
+            assert later.look(3) == [b"content"], "they stay for the next job"
+
+
 def packed(*indices: int) -> bytes:
     return protocol.pack_indices(np.array(indices, np.int64))
 
@@ -387,6 +419,11 @@ def packed(*indices: int) -> bytes:
         lambda one: protocol.Prepare(9, one.raw.dataset, KEY[1:], {"name": "n"}),
         lambda one: protocol.Prepare(9, one.raw.dataset, KEY, {"name": "n" * 201}),
         lambda one: protocol.Prepare(9, 77, KEY, {"name": "n"}),
+        lambda one: protocol.Prepare(9, 0, KEY, {"name": "n"}),
+        lambda one: protocol.Prepare(9, 0, KEY, {"name": "n", "count": 0}),
+        lambda one: protocol.Prepare(9, 0, KEY, {"name": "n", "count": 1 << 48}),
+        lambda one: protocol.Prepare(9, 0, KEY, {"name": "n", "count": True}),
+        lambda one: protocol.Prepare(9, 0, KEY[1:], {"name": "n", "count": 1}),
         lambda one: protocol.Claim(9, one.raw.dataset, packed(1), 0),
         lambda one: protocol.Claim(9, one.dataset, packed(*range(1025)), 0),
         lambda one: protocol.Claim(9, one.dataset, b"1234567", 0),
@@ -440,22 +477,24 @@ CONTENTS = {3: b"three" * 1000, 7: b"7", 21: os.urandom(200_001)}
 
 @pytest.mark.check
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_prepared_samples_outlive_their_daemon(path: str, number: int) -> None:
+@pytest.mark.parametrize("name", ["tests.prepare", "tests.items"])
+def test_prepared_samples_outlive_their_daemon(path: str, name: str, number: int) -> None:
+    of = path if name == "tests.prepare" else None
     with managed() as daemon:
-        with Preparer(daemon, path) as one:
+        with Preparer(daemon, of) as one:
             assert one.claim(*CONTENTS, 5) == [YOURS] * 4
             assert one.put(CONTENTS).errors == []
         for _ in range(2):
             daemon.restart(number)
-            with Preparer(daemon, path) as later:
+            with Preparer(daemon, of) as later:
                 assert later.look(*CONTENTS, 5) == [*CONTENTS.values(), None]
                 assert later.claim(*CONTENTS, 5) == [READABLE] * 3 + [YOURS]
-        with Preparer(daemon, path) as later, Preparer(daemon, path, bytes(31) + b"!") as other:
+        with Preparer(daemon, of) as later, Preparer(daemon, of, bytes(31) + b"!") as other:
             assert other.look(3) == [None] and other.claim(3) == [YOURS]
             assert later.claim(5) == [YOURS] and later.put({5: b"five"}).errors == []
             assert later.look(3, 5) == [CONTENTS[3], b"five"]
             rows = [row for row in daemon.status()["preparations"] if row["prepared"]]
-            assert [(row["name"], row["prepared"]) for row in rows] == [("tests.prepare", 1)]
+            assert [(row["name"], row["prepared"]) for row in rows] == [(name, 1)]
             # Lengths are known over a restart as well.
             assert later.claim(3) == [READABLE]
 

@@ -51,6 +51,22 @@ class Prepared(Dataset):
         return [(tensor + 1, label) for tensor, label in data]
 
 
+def same(one: Any, other: Any) -> bool:
+    """Whether two samples are equal, types included."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(map(same, one.values(), other.values()))
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+        return alike and one.tobytes() == other.tobytes()
+    return bool(one == other)
+
+
 def digest(samples: list[Any]) -> str:
     """Return a digest of what `process` returned."""
     found = hashlib.sha256()

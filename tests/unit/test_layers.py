@@ -15,6 +15,7 @@ LAYERS = {
     "errors dtypes protocol order _version": "",
     "limits": "protocol",
     "mixture packing": "order",
+    "parts": "",
     "engine": "",
     "formats": "engine",
     # local files, this machine
@@ -34,7 +35,7 @@ LAYERS = {
     "store",
     # the client
     "client": "_version limits protocol engine formats reads dataset disk system store",
-    "reader": "formats dataset disk client store folders",
+    "reader": "formats dataset disk client store folders parts",
     "aio": "dataset client reader",
     # inputs of programs
     "inputs": "order formats disk store ffserve",

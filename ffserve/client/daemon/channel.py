@@ -181,12 +181,11 @@ class Channel:
             self._opening.add(tag)
             return tag
 
-    def prepare(self, dataset: int, key: bytes, name: str) -> int:
-        """Queue a PREPARE; return its tag. The answer is a NEED, as to an OPEN."""
+    def prepare(self, dataset: int | None, key: bytes, what: dict[str, Any]) -> int:
+        """Queue a PREPARE; return its tag. The answer is a NEED, as to an OPEN. Args: dataset:
+        None: the samples are made of no file."""
         with self.lock:
-            tag = self._request(
-                protocol.Prepare(self._tag(), dataset, key, {"name": name}), dataset
-            )
+            tag = self._request(protocol.Prepare(self._tag(), dataset or 0, key, what), dataset)
             self._opening.add(tag)
             return tag
 

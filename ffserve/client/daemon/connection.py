@@ -238,13 +238,17 @@ class Connection(Driver):
         """Open a data set. Raises: as `opening`."""
         return self.run(self.opening(request))
 
-    def prepare(self, dataset: int, key: bytes, name: str, memory: int) -> protocol.Opened:
-        """Open the prepared samples of a data set.
+    def prepare(
+        self, dataset: int | None, key: bytes, what: dict[str, Any], memory: int
+    ) -> protocol.Opened:
+        """Open prepared samples.
 
-        Args: memory: descriptor of the memory file that they will be put through.
+        Args: dataset, key, what: see `Channel.prepare`. memory: descriptor of the memory file that
+            they will be put through.
         Raises: as `open`.
         """
-        tag = self.channel.prepare(dataset, key, name)
+        self.handshake.check_memory()
+        tag = self.channel.prepare(dataset, key, what)
         return self.run(self._opened(tag, lambda _needed: PassedFiles.memory(memory)))
 
     def announce(

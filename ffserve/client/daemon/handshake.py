@@ -65,6 +65,8 @@ class Handshake:
         """Whether the daemon knows PREPARE, CLAIM, PUT and DISTRUST."""
         self.names_members = about.get("members") is True
         """Whether the daemon knows NAMES, and so tar files."""
+        self.keeps_items = about.get("items") is True
+        """Whether these may be made of no file."""
 
     def _exchange(self, decoder: protocol.Decoder, job: str) -> dict[str, Any]:
         """Send HELLO; return what WELCOME says."""

@@ -52,39 +52,42 @@ Make: TypeAlias = Callable[[Int64s], list[Any]]
 
 
 class PreparedSource(DaemonSource):
-    """The prepared samples of a data set of the daemon.
+    """The prepared samples of a data set of the daemon, or items that are made of no file.
 
     Args:
-        source: the data set. key, name: of the preparation.
-        pieces: the bytes of a result; value: the result that was made of bytes.
+        dataset: its number; None: there is none. paths: of its files.
+        key, what: as in PREPARE.
+        pieces: the bytes of a result, none if it is not to be shared; value: the result that was
+            made of bytes.
         shown: the indices of samples in the user's data set, for messages.
     Raises: what the daemon answers to PREPARE; ServerUnavailable; OSError: no memory file.
     """
 
     def __init__(
         self,
-        source: DaemonSource,
+        connection: Connection,
+        dataset: int | None,
+        paths: tuple[str, ...],
         key: bytes,
-        name: str,
+        what: dict[str, Any],
         pieces: Callable[[Any], Pieces],
         value: Callable[[Bytes], Any],
         shown: Callable[[Int64s], Int64s],
     ) -> None:
-        connection = source.blocking
         memory = os.memfd_create("ffserve-prepared", os.MFD_CLOEXEC)
         try:
             os.ftruncate(memory, LARGEST_MEMORY)
             self._memory = memoryview(mmap.mmap(memory, LARGEST_MEMORY))
-            opened = connection.prepare(source.dataset, key, name, memory)
+            opened = connection.prepare(dataset, key, what, memory)
         finally:
             os.close(memory)
         try:
-            super().__init__(connection, opened, source.paths)
+            super().__init__(connection, opened, paths)
         except BaseException:
             connection.close_dataset(opened.dataset)
             raise
         self.statistics.prepared = True
-        self._name = name
+        self._name = what["name"]
         self._pieces = pieces
         self._value = value
         self._shown = shown
@@ -280,8 +283,9 @@ def prepared_source(
         return None
     if not source.connection.handshake.shares_prepared:
         return None
+    about = key, {"name": name}, pieces, value, shown
     try:
-        return PreparedSource(source, key, name, pieces, value, shown)
+        return PreparedSource(source.connection, source.dataset, source.paths, *about)
     except (FFServeError, OSError) as error:
         log.warning("prepared samples are not shared: %s", error)
         return None

@@ -285,6 +285,12 @@ class DaemonSource:
 
     # ---- reading --------------------------------------------------------------------------
 
+    def cached(self, indices: Int64s) -> NDArray[np.bool_]:
+        """Return which samples are in memory."""
+        found = np.ones(len(indices), np.bool_)
+        found[self.view.locate(indices).missing] = False
+        return found
+
     def cached_batch(self, indices: NDArray[Any], out: Bytes | None) -> Batch | Located | None:
         """Copy a batch of cached samples. The most frequent call: it does no more than it must."""
         if self.look_due:

@@ -58,7 +58,8 @@ class LocalRequest:
     indices: set by `start`. batch: reads these; None: nothing is to be read. engine: None: it was
     not started.
     elsewhere: brings the samples, in the place of a batch, and may replace the target; it waits,
-    and returns the errors by position.
+    and returns the errors by position. begins: where in each sample a part begins, which has the
+    length that the target has; None: the samples are read whole, and verified.
     """
 
     indices: Int64s
@@ -67,6 +68,7 @@ class LocalRequest:
     batch: EngineBatch | None = None
     engine: BatchEngine | None = None
     elsewhere: Callable[[LocalRequest], dict[int, FFServeError]] | None = None
+    begins: Int64s | None = None
 
 
 class LocalSource:
@@ -328,17 +330,44 @@ class LocalSource:
         chosen = request.indices[left]
         shards, starts, through = self._located(chosen)
         numbers = files[through.view(np.int8), shards]
+        lengths, kinds = self._samples.held[chosen].astype(np.int64), self._samples.kinds[shards]
+        if request.begins is not None:
+            starts = starts + request.begins[left]
+            lengths = np.minimum(lengths, np.diff(target.offsets)[left])
+            kinds = np.zeros_like(kinds)
         batch = request.batch = record_batch(
             starts,
-            self._samples.held[chosen].astype(np.int64),
+            lengths,
             numbers,
-            self._samples.kinds[shards],
+            kinds,
             self._samples.checksums[chosen],
             target.places()[left],
         )
         batch.keep = target, self._files
         engine.submit(batch)
         return request
+
+    def in_chunks(self, indices: Int64s) -> NDArray[np.bool_]:
+        """Return which samples are in chunks: those have no parts that can be read alone."""
+        return self._samples.in_chunks[self.layout.shards(indices)]
+
+    def parts(
+        self, indices: Int64s, begins: Int64s, sizes: Int64s
+    ) -> tuple[list[Bytes], dict[int, FFServeError]]:
+        """Read parts of samples that are in no chunk, without a check; return them, and errors by
+        position."""
+        engine = self._attach()
+        try:
+            edges = np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes)))
+            order = np.lexsort((begins, indices))  # that of the files
+            request = LocalRequest(indices, Target(edges, apart=True), order, begins=begins)
+            self._submit(engine, self._numbers, request)
+        except BaseException:
+            self._detach()
+            raise
+        failed = self.finish(request)
+        assert request.target.arrays is not None
+        return request.target.arrays, failed
 
     def _located(self, indices: Int64s) -> tuple[Int64s, Int64s, NDArray[np.bool_]]:
         """Return shards, offsets in them, and which are read through the page cache."""

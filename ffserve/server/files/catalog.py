@@ -21,7 +21,7 @@ from ffserve.server.files.holding import (
 )
 from ffserve.server.files.opening import ShardOpener
 from ffserve.server.files.remote import RemoteFiles
-from ffserve.server.files.shards import OpenShard, Passing, Request
+from ffserve.server.files.shards import OpenShard, Passing, Request, Sources
 from ffserve.server.users.access import Rules
 from ffserve.server.users.peers import Owner, Peer
 
@@ -66,7 +66,7 @@ class Catalog:
         return await self._opener.open(request, peer, passing)
 
     def open_prepared(
-        self, sources: list[OpenShard], firsts: list[int], key: bytes, name: str, owner: Owner
+        self, sources: Sources, firsts: list[int], key: bytes, name: str, owner: Owner
     ) -> list[OpenShard]:
         """See `ShardEntries.open_prepared`; `close` gives the shards back."""
         return self._entries.open_prepared(sources, firsts, key, name, owner)

@@ -19,7 +19,9 @@ from ffserve.limits import MOST_CLOSED
 from ffserve.server.files.holding import HeldShards
 from ffserve.server.files.preparations import Preparation, Preparations
 from ffserve.server.files.shards import (
+    Items,
     OpenShard,
+    Sources,
     closed_shard,
     prepared_key,
     prepared_shard,
@@ -176,10 +178,10 @@ class ShardEntries:
     # ---- prepared samples -----------------------------------------------------------------------
 
     def open_prepared(
-        self, sources: list[OpenShard], firsts: list[int], key: bytes, name: str, owner: Owner
+        self, sources: Sources, firsts: list[int], key: bytes, name: str, owner: Owner
     ) -> list[OpenShard]:
-        """Open the prepared shards of shards that a session has open; `HeldShards.release` gives
-        them back.
+        """Open the prepared shards of shards that a session has open, or of items;
+        `HeldShards.release` gives them back.
 
         Args: firsts: the index of the first sample of each, on which results may depend.
         Raises: ReadError: there is no room in the tables, or for another domain.
@@ -213,7 +215,9 @@ class ShardEntries:
                 held.release(found, owner)
         return found
 
-    def _new_prepared(self, source: OpenShard, preparation: Preparation, first: int) -> OpenShard:
+    def _new_prepared(
+        self, source: OpenShard | Items, preparation: Preparation, first: int
+    ) -> OpenShard:
         directory = self._tables.directory
         with self._tables.lock:
             domain = self._tables.domains.obtain_for(preparation.owner, source.count)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -184,6 +184,32 @@ Passing: TypeAlias = Callable[[list[int]], Awaitable[list[PassedFile]]]
 few of them, at least one. Raises an FFServeError when none come."""
 
 
+@dataclass(frozen=True, slots=True)
+class Items:
+    """Samples that clients make of no file, as far as their prepared shard follows a file's."""
+
+    count: int
+    names: dict[Viewer, str]
+    path: str = "items"
+    fingerprint: int = 0
+    payload_size: int = 0
+    device: int = 0
+
+    @property
+    def key(self) -> ShardKey:
+        """A key that no file has."""
+        return ShardKey(FileIdentity(0, 0, self.count, 0, 0), None, False, False, None)
+
+
+Sources: TypeAlias = Sequence[OpenShard | Items]
+"""What prepared shards are made of."""
+
+
+def items(count: int, owner: Owner) -> Items:
+    """Return so many items of an owner."""
+    return Items(count, {viewer_of(owner): "items"})
+
+
 def prepared_key(
     source: ShardKey, fingerprint: int, key: bytes, first: int, owner: Owner
 ) -> ShardKey:
@@ -193,9 +219,10 @@ def prepared_key(
 
 
 def prepared_shard(
-    source: OpenShard, preparation: Preparation, first: int, base: int, domain: Domain
+    source: OpenShard | Items, preparation: Preparation, first: int, base: int, domain: Domain
 ) -> OpenShard:
-    """Return the prepared samples of a shard. Args: first: the index of its first sample."""
+    """Return the prepared samples of a shard, or of no file. Args: first: the index of its first
+    sample."""
     viewer = viewer_of(preparation.owner)
     return OpenShard(
         prepared_key(source.key, source.fingerprint, preparation.key, first, preparation.owner),

@@ -15,6 +15,7 @@ from ffserve.dtypes import Int64s, UInt64s
 from ffserve.errors import FFServeError, ProtocolError, ReadError, UsageError
 from ffserve.limits import MOST_NAME, MOST_WAITING
 from ffserve.server.files.preparations import Preparation
+from ffserve.server.files.shards import Sources, items
 from ffserve.server.prepared.claims import WaitingClaim
 from ffserve.server.reading.requests import SampleRequest
 from ffserve.server.sessions.context import READY, SessionContext
@@ -28,11 +29,22 @@ EVICTED_COUNT = 1024
 
 @dataclass(slots=True, eq=False)
 class PrepareRequest:
-    """The content of a PREPARE message. source: the data set, which stays open meanwhile."""
+    """The content of a PREPARE message.
 
-    source: OpenDataset
+    source: the data set, which stays open meanwhile; None: the samples are made of no file.
+    sources, firsts: what they are made of, and the index of the first sample of each.
+    """
+
+    source: OpenDataset | None
+    sources: Sources
+    firsts: list[int]
     key: bytes
     name: str
+
+    @property
+    def paths(self) -> list[str]:
+        """The names of what the samples are made of."""
+        return [self.name] if self.source is None else self.source.paths
 
 
 class SessionRequests(Protocol):
@@ -78,31 +90,43 @@ class Sharing:
         self._state = context.state
         self._preparer = preparer
 
-    def prepare(self, message: protocol.Prepare) -> None:
-        """Open the prepared samples of a data set."""
+    def prepare(self, message: protocol.Prepare, now: float) -> None:
+        """Open the prepared samples of a data set, or of no file."""
         context, state = self._context, self._state
-        tag, source = message.tag, self._datasets.get(message.dataset, "PREPARE")
-        name = message.what.get("name")
+        tag = message.tag
+        source: OpenDataset | None = None
+        sources: Sources
+        name, count = message.what.get("name"), message.what.get("count")
+        if message.dataset or count is None:
+            source = self._datasets.get(message.dataset, "PREPARE")
+            sources, firsts = source.shards, source.layout.firsts[:-1].tolist()
+        elif type(count) is not int or not 0 < count < 1 << 48:
+            raise ProtocolError("invalid PREPARE message: the count is invalid")
+        elif self._datasets.refuses(now):
+            return
+        else:
+            context.join_job(now)
+            sources, firsts = [items(count, context.peer.owner)], [0]
         if (
             len(message.key) != protocol.KEY_SIZE
             or not isinstance(name, str)
             or len(name) > MOST_NAME
         ):
             raise ProtocolError("invalid PREPARE message: the key or the name is invalid")
-        if source.preparation is not None:
+        if source is not None and source.preparation is not None:
             raise ProtocolError("PREPARE message for a data set that has prepared samples itself")
         assert self._preparer is not None
         if (most := self._datasets.refusal()) is not None:
             context.fail(tag, UsageError(most, hint="close readers"))
             return
         user, most_files = context.user, state.reading.engines.copier.most_files
-        count = state.reading.engines.copier.file_count
-        if not user.may_take(1, user.memory_files, count, most_files):
+        files = state.reading.engines.copier.file_count
+        if not user.may_take(1, user.memory_files, files, most_files):
             context.fail(
                 tag,
                 ReadError(
                     f"user {user.uid} has {user.memory_files} data sets of prepared samples open, "
-                    f"and all users together have {count} of at most {most_files}",
+                    f"and all users together have {files} of at most {most_files}",
                     hint="close readers, or raise the daemon's limit on open files "
                     "(LimitNOFILE= in the systemd unit, ulimit -n)",
                 ),
@@ -110,8 +134,9 @@ class Sharing:
             return
         user.memory_files += 1
         self._datasets.begin_opening()
-        source.requests += 1
-        self._preparer(tag, PrepareRequest(source, message.key, name))
+        if source is not None:
+            source.requests += 1
+        self._preparer(tag, PrepareRequest(source, sources, firsts, message.key, name))
 
     def opened(self, tag: int, request: PrepareRequest, fd: int) -> None:
         """Take the memory file for prepared samples; the session owns it from now on.
@@ -123,8 +148,9 @@ class Sharing:
         catalog, next_use = self._state.files.catalog, self._state.memory.next_use
         if context.phase != READY:
             raise UsageError("the session has ended")
-        firsts = source.layout.firsts[:-1].tolist()
-        shards = catalog.open_prepared(source.shards, firsts, request.key, request.name, owner)
+        shards = catalog.open_prepared(
+            request.sources, request.firsts, request.key, request.name, owner
+        )
         file = self._state.reading.engines.copier.open(fd)
         counts = np.array([shard.count for shard in shards], np.int64)
         bases = np.array([shard.base for shard in shards], np.int64)
@@ -134,23 +160,28 @@ class Sharing:
         preparation = catalog.preparations.obtain(owner, request.key, request.name)
         group = next_use.groups[progress.group]
         group.saved_s, group.owner = preparation.saved_per_byte_s, progress.owner
-        source.progress.feeds += 1
+        if source is not None:
+            source.progress.feeds += 1
+        elif not context.job.paths:
+            context.job.paths = shards[0].path
         dataset = OpenDataset(
-            source.paths,
+            request.paths,
             shards,
             Layout(counts, bases),
             progress,
             preparation=preparation,
             memory_file=file,
-            source=source.progress,
+            source=None if source is None else source.progress,
         )
         self._datasets.enter(tag, dataset)
-        self._datasets.request_ended(source)
+        if source is not None:
+            self._datasets.request_ended(source)
 
     def not_opened(self, tag: int, request: PrepareRequest, error: FFServeError) -> None:
         """Answer a PREPARE that failed."""
         self._context.user.memory_files -= 1
-        self._datasets.request_ended(request.source)
+        if request.source is not None:
+            self._datasets.request_ended(request.source)
         self._datasets.not_opened(tag, error)
 
     def _prepared(self, number: int, message: str) -> tuple[OpenDataset, Preparation]:

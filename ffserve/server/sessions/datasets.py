@@ -52,7 +52,7 @@ class OpenDataset:
     memory_file: PreparedFile | None = None
     """they are copied out of this file and are made of those of"""
     source: JobProgress | None = None
-    """this data set."""
+    """this data set; None: of no file."""
     remote: bool = False
     """Whether there are remote files among its shards."""
 

@@ -85,10 +85,7 @@ class SessionDatasets:
         paths: Any = what.get("paths")
         name, verify = what.get("format"), what.get("verify")
         tolerant = what.get("tolerant", False)
-        if self._refused is not None:
-            self._context.state.faults.refused(self._context.peer.uid, self._refused, now)
-            self._context.fail(0, self._refused)
-            self._context.phase = OVER
+        if self.refuses(now):
             return
         if not isinstance(paths, list):
             paths = []
@@ -128,6 +125,15 @@ class SessionDatasets:
         found = remote.versions, remote.access
         request = Request(paths, identities, name, verify, tolerant, *found, self._is_wanted)
         self._opener(message.tag, request)
+
+    def refuses(self, now: float) -> bool:
+        """Whether this session may open no data set; it is told so then, and over."""
+        if self._refused is None:
+            return False
+        self._context.state.faults.refused(self._context.peer.uid, self._refused, now)
+        self._context.fail(0, self._refused)
+        self._context.phase = OVER
+        return True
 
     def _is_wanted(self) -> bool:
         return self._context.phase == READY
@@ -317,8 +323,8 @@ class SessionDatasets:
         """Close the shards; `leave` goes on with it if these steps end early."""
         if dataset.memory_file is not None:
             file, dataset.memory_file = dataset.memory_file, None
-            assert dataset.source is not None
-            dataset.source.feeds -= 1
+            if dataset.source is not None:
+                dataset.source.feeds -= 1
             self._context.state.reading.engines.copier.drop(file)
             self._context.user.memory_files -= 1
         while part := dataset.shards[dataset.closed : dataset.closed + FEW]:

@@ -381,7 +381,7 @@ class ClientConnection:
         """Take the client's memory file for prepared samples and tell the session."""
 
         async def opening() -> None:
-            path, fds = request.source.paths[0], list[int]()
+            path, fds = request.paths[0], list[int]()
             try:
                 async with self._opening:
                     for file in await self._passed(tag, path, [0]):

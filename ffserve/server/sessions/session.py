@@ -137,7 +137,7 @@ class Session:
             case protocol.Put():
                 return self.sharing.put(message, now)
             case protocol.Prepare():
-                self.sharing.prepare(message)
+                self.sharing.prepare(message, now)
             case protocol.Names():
                 self.datasets.members(message)
             case protocol.Distrust():
