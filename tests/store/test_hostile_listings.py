@@ -16,8 +16,6 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 pytestmark = pytest.mark.check
-pytest.importorskip("fsspec")
-pytest.importorskip("aiohttp")
 
 Page = Callable[[dict[str, str]], Iterator[bytes]]
 

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 from recorder import recorder
 
-pytest.importorskip("fsspec")
-
 SECRET = "geheim"
 ASKS = """
 import contextlib, json, sys

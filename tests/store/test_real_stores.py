@@ -453,7 +453,7 @@ def test_s3_through_a_daemon(bucket: Any, tmp_path: Path, monkeypatch: pytest.Mo
         assert (found["endpoint_url"], found["region"]) == (endpoint, "us-east-1")
         access = Access(json.dumps({"s3": {"endpoint_url": endpoint}}))
         made, _ = access.file_system(url)
-        assert made.anon and made.key is None and made.endpoint_url == endpoint
+        assert made.credentials.options == {"endpoint_url": endpoint}
         assert access.place(url) == f"s3://{name}@{endpoint}"
         (new_path, new) = written(tmp_path, "b.ffr", 2)
         time.sleep(1.1)

@@ -22,9 +22,6 @@ from ffserve.inputs.stream import WorkerStream, splits_of
 from ffserve.store import fetching
 from ffserve.store.directory import Store
 
-pytest.importorskip("fsspec")
-pytest.importorskip("aiohttp")
-
 SIZE = 9 << 20
 LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM", "OMPI", "PMI", "MV2", "TORCHELASTIC")
 
