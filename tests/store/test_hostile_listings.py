@@ -159,7 +159,7 @@ def test_a_page_without_end_took_all_memory(tmp_path: Path, what: str) -> None:
 def test_pages_of_a_bucket_without_end_took_all_memory(
     tmp_path: Path, what: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("s3fs")
+    pytest.importorskip("botocore")
     numbers = itertools.count()
 
     def page(query: dict[str, str]) -> Iterator[bytes]:

@@ -144,15 +144,11 @@ def test_errors_of_s3(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    import s3fs
-
-    s3fs.S3FileSystem.clear_instance_cache()
     with pytest.raises(AccessDenied, match="credentials"):
         ffserve.open(f"s3://{name}/none.ffr")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "geheim")
-    s3fs.S3FileSystem.clear_instance_cache()
     with pytest.raises(ReadError, match="connection to the origin failed") as failed:
         ffserve.open(f"s3://{name}/none.ffr")
     assert "geheim" not in str(failed.value)
@@ -264,8 +260,6 @@ def test_more_objects_than_one_listing_has(bucket: Any, tmp_path: Path) -> None:
 
 @of_ceph
 def test_wrong_keys(bucket: Any, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import s3fs
-
     system, name = bucket
     path, samples = written(tmp_path, "a.ffr", 1)
     url = f"s3://{name}/a.ffr"
@@ -274,7 +268,6 @@ def test_wrong_keys(bucket: Any, s3: S3, tmp_path: Path, monkeypatch: pytest.Mon
         for key, secret in ((s3.key, "falsch"), ("nobody", s3.secret)):
             monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
             monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
-            s3fs.S3FileSystem.clear_instance_cache()
             for asked in (url, f"s3://{name}/*.ffr"):
                 with pytest.raises(AccessDenied, match="denies access") as failed:
                     ffserve.open(asked)
@@ -283,7 +276,6 @@ def test_wrong_keys(bucket: Any, s3: S3, tmp_path: Path, monkeypatch: pytest.Mon
                 daemon.open(url)
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.key)
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.secret)
-        s3fs.S3FileSystem.clear_instance_cache()
         with daemon.open(url) as reader:
             assert [bytes(s) for s in reader] == samples
 
@@ -294,8 +286,6 @@ def test_buckets_as_hosts(
     bucket: Any, s3: S3, style: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`bucket.localhost` is this machine, which the gateway knows as its own name."""
-    import s3fs
-
     system, name = bucket
     if style == "virtual":
         try:
@@ -308,7 +298,6 @@ def test_buckets_as_hosts(
     settings.write_text(f"[default]\ns3 =\n  addressing_style = {style}\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(settings))
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3.url.replace("127.0.0.1", "localhost"))
-    s3fs.S3FileSystem.clear_instance_cache()
     url = f"s3://{name}/a.ffr"
     with started(reading_daemon(tmp_path)) as daemon:
         for reading in (ffserve.open(url, server="off"), daemon.open(url)):
