@@ -5,9 +5,8 @@ system of a URL, which is used by its public calls (`info`, `glob`, `ls`, `find`
 version of an object, of which each read is one request.
 
 An object is identified by URL, size, ETag (or the version that its origin has instead) and
-modification time. The object is looked at again after each read, which tells whether the bytes
-belong to the version that was identified; this is not needed where reads are conditional on the
-version. So no two versions of an object are ever mixed.
+modification time. An answer to a read says to which version its bytes belong; if it does not, the
+object is looked at again after the read. So no two versions of an object are ever mixed.
 
 Nothing is written to an origin, and nothing is deleted there. Credentials are those that the
 packages find (environment, their own files), or those of an `Access` and no others. No message
@@ -18,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import glob
 import importlib
 import os
@@ -25,7 +25,7 @@ import re
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError, UsageError
@@ -221,7 +221,7 @@ def changed(url: str) -> ReadError:
 
 @contextlib.contextmanager
 def failures(url: str) -> Iterator[None]:
-    """Raise exceptions of fsspec in the block as OriginErrors."""
+    """Raise exceptions of packages in the block as OriginErrors."""
     try:
         with scheme_of(url).call():
             yield
@@ -242,7 +242,12 @@ def _seconds(value: Any) -> int:
         return int(value.timestamp())
     if isinstance(value, (int, float)):
         return int(value / 1000 if value > 1 << 36 else value)  # WebHDFS counts milliseconds
-    if isinstance(value, str):
+    return _seconds_of(value) if isinstance(value, str) else 0
+
+
+@functools.lru_cache(256)
+def _seconds_of(value: str) -> int:
+    if value:
         with contextlib.suppress(ValueError, TypeError):
             return int(datetime.datetime.fromisoformat(value.replace("Z", "+00:00")).timestamp())
         from email.utils import parsedate_to_datetime
@@ -463,7 +468,7 @@ class RemoteFile:
         with failures(identity.url):
             file = self._take()
             content, facts = file.fetch(start, end)
-        same = True if file.conditional else self._agrees(facts)
+        same = self._agrees(facts)
         if same is False:
             raise OriginError(changed(identity.url), again=False)
         if len(content) != end - start:
@@ -487,15 +492,13 @@ class RemoteFile:
         self._lock = threading.Lock()
 
     def _agrees(self, facts: dict[str, Any] | None) -> bool | None:
-        """Whether an answer is of this version; None: it does not say."""
-        mine = self.identity
+        """Whether bytes are of this version; None: what came with them does not say it."""
         if not facts or facts["size"] is None:
             return None
-        if mine.tag and not facts["ETag"]:
+        mine, found = self.identity, _identity(self.identity.url, facts)
+        if mine.tag and not found.tag:
             return None
-        if mine.tag and (facts["size"], facts["ETag"].strip('"')) == (mine.size, mine.tag):
-            return True
-        return self._same(_identity(mine.url, facts))
+        return self._same(found if mine.tag else replace(found, tag=""))
 
     def _same(self, found: ObjectVersion) -> bool:
         mine = self.identity
@@ -517,10 +520,7 @@ class RemoteFile:
         identity = self.identity
         system, path = file_system(identity.url, self._access)
         scheme = scheme_of(identity.url)
-        file = scheme.open(system, path, size=identity.size, tag=identity.tag)
-        if file.facts is not None and not self._same(_identity(identity.url, file.facts)):
-            raise OriginError(changed(identity.url), again=False)
-        return file
+        return scheme.open(system, path, size=identity.size, tag=identity.tag)
 
 
 _inherited: list[list[tuple[int, OpenVersion]]] = []

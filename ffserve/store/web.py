@@ -32,6 +32,9 @@ BUFFER_SIZE = 16 << 10
 _HEAD_SIZE = 64 << 10
 """Bytes of the headers of an answer at most."""
 _MOST_HOPS = 5
+_MOST_LINES = 100
+"""Lines behind a body in chunks, and answers before the final one (status 1xx), at most."""
+_SAFE = "".join(map(chr, range(33, 127)))
 
 
 class StatusError(Exception):
@@ -77,7 +80,7 @@ class WebAddress(NamedTuple):
         return host if self.port == (443 if self.tls else 80) else f"{host}:{self.port}"
 
 
-@functools.lru_cache(1 << 12)
+@functools.lru_cache(128)  # as `urlsplit` has
 def address_of(url: str) -> WebAddress:
     """Return where a URL leads. Raises: ValueError."""
     parts = urlsplit(url)
@@ -86,7 +89,7 @@ def address_of(url: str) -> WebAddress:
         raise ValueError("it is not the URL of a web server")
     path = f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
     # What a URL must not have as it is (spaces, other alphabets) is escaped, and nothing twice.
-    path = quote(path, safe="".join(map(chr, range(33, 127))))
+    path = quote(path, safe=_SAFE)
     return WebAddress(tls, parts.hostname, parts.port or (443 if tls else 80), path)
 
 
@@ -198,8 +201,10 @@ class Answer:
         if not line.endswith(b"\n"):
             raise CutError
         self._left = number_of(line.partition(b";")[0].decode("latin-1"), 16)
-        while not self._left and reader.readline(BUFFER_SIZE) not in (b"\r\n", b"\n", b""):
-            pass
+        for _ in range(0 if self._left else _MOST_LINES):
+            if reader.readline(BUFFER_SIZE) in (b"\r\n", b"\n", b""):
+                return
+        self._keep &= bool(self._left)
 
     def _finish(self) -> None:
         if not self._left and (connection := self._connection) is not None:
@@ -349,16 +354,14 @@ def _close(idle: dict[Any, list[_Connection]]) -> None:
 
 def number_of(text: str, base: int = 10) -> int:
     """Return a number in an answer. Raises: ValueError."""
-    found = int(text.strip(), base)
-    if found < 0:
-        raise ValueError("the origin sent a negative length")
-    return found
+    if not (text := text.strip()).isalnum():
+        raise ValueError("the origin sent an invalid length")
+    return int(text, base)
 
 
 def _head(reader: io.BufferedReader[Any]) -> tuple[int, dict[str, str], bool]:
     """Return status and headers of an answer, and whether its connection stays open."""
-    status = 100
-    while 100 <= status < 200:
+    for _ in range(_MOST_LINES):
         line, size = reader.readline(_HEAD_SIZE), 0
         if not line:
             raise _UnansweredError("the origin closed the connection without an answer")
@@ -374,8 +377,10 @@ def _head(reader: io.BufferedReader[Any]) -> tuple[int, dict[str, str], bool]:
                 raise ConnectionError(f"the origin sent more than {_HEAD_SIZE} bytes of headers")
             name, _, text = line.decode("latin-1").partition(":")
             headers[name.lower()] = text.strip()
-    wish = headers.get("connection", "").lower()
-    return status, headers, wish != "close" and (version != "HTTP/1.0" or wish == "keep-alive")
+        if status >= 200:
+            wish = headers.get("connection", "").lower()
+            return status, headers, wish == "keep-alive" or (wish, version) == ("", "HTTP/1.1")
+    raise ConnectionError("the origin sends no answer but preliminary ones")
 
 
 def _asked(

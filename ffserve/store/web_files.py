@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, NamedTuple, TypeAlias
-from urllib.parse import quote
+from urllib.parse import quote, unquote_plus
 from xml.etree import ElementTree
 
 from ffserve.limits import ASKED_AT_ONCE, MOST_LISTED, MOST_PAGE_SIZE
@@ -169,12 +169,9 @@ class WebFiles:
             answer = self.ask("GET", path, query, asked)
             found = self.facts(answer)
             if answer.status == 206:
-                given = answer.headers.get("content-range", "")
-                span = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", given)
-                if span is None or int(span[1]) != start:
+                if found["start"] != start:
                     answer.close()
                     raise ValueError("the origin sent another range than it was asked for")
-                found["size"] = None if span[3] == "*" else int(span[3])
             elif start or found["size"] is None or found["size"] > end:
                 answer.close()
                 raise ValueError("the origin ignores ranges")
@@ -186,12 +183,16 @@ class WebFiles:
         return fetch
 
     def facts(self, answer: Answer) -> Facts:
-        """Return what the headers of an answer say of a file."""
-        headers = answer.headers
+        """Return what the headers of an answer say of a file. start: of the range that it has."""
+        headers, start = answer.headers, 0
         size = headers.get("content-length")
+        if answer.status == 206:
+            span = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", headers.get("content-range", ""))
+            start, size = (int(span[1]), span[2]) if span else (-1, "*")
         return {
             "type": "file",
-            "size": None if size is None else number_of(size),
+            "start": start,
+            "size": None if size in (None, "*") else number_of(size),
             "ETag": headers.get("etag", ""),
             "LastModified": headers.get("last-modified", ""),
         }
@@ -219,7 +220,7 @@ def _expression(pattern: str) -> re.Pattern[str]:
 
 
 def refusal(answer: Answer) -> StatusError:
-    """Return the error for an answer that is no success."""
+    """Return the error for an answer that is no success, with what the origin says of it."""
     text = answer.read(_ERROR_SIZE).decode("utf-8", "replace")
     answer.close()
     code = re.search(r"<Code>([^<]*)</Code>|\"code\": *\"([A-Za-z]+)\"", text)
@@ -305,10 +306,12 @@ class Objects(WebFiles):
         """Return a page of a listing. Raises: as `info`."""
         query = {"list-type": "2", "prefix": prefix, "delimiter": delimiter}
         query |= {"continuation-token": following, "max-keys": str(most or "")}
+        query["encoding-type"] = "url"  # keys may have what XML may not
         root = self.xml("GET", f"{bucket}/", {k: v for k, v in query.items() if v or k == "prefix"})
+        plain = unquote_plus if text(root, "EncodingType") == "url" else str
         files = [
             {
-                "name": f"{bucket}/{text(each, 'Key')}",
+                "name": f"{bucket}/{plain(text(each, 'Key'))}",
                 "type": "file",
                 "size": int(text(each, "Size")),
                 "ETag": text(each, "ETag"),
@@ -316,7 +319,8 @@ class Objects(WebFiles):
             }
             for each in root.iter("Contents")
         ]
-        directories = [f"{bucket}/{text(each, 'Prefix')}" for each in root.iter("CommonPrefixes")]
+        found = (plain(text(each, "Prefix")) for each in root.iter("CommonPrefixes"))
+        directories = [f"{bucket}/{name}" for name in found]
         return Page(files, directories, text(root, "NextContinuationToken"))
 
     def xml(self, method: str, path: str, query: Mapping[str, str], body: bytes = b"") -> Any:
@@ -358,9 +362,13 @@ class Objects(WebFiles):
                 return {"name": path, **self.head(path)}
             except MissingError as error:
                 missing = error
-        page = self.page(bucket, f"{key}/" if key else "", "/", "", 1)
-        if key and not (page.files or page.directories):
-            raise missing or MissingError(404, path)
+        try:
+            page = self.page(bucket, f"{key}/" if key else "", "/", "", 1)
+        except StatusError as error:
+            # Who may read files may not list them, perhaps.
+            raise (missing if missing and error.status == 403 else error) from error
+        if missing and not (page.files or page.directories):
+            raise missing
         return {"name": path, "type": "directory", "size": 0}
 
     def head(self, path: str) -> Facts:

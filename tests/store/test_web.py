@@ -150,8 +150,10 @@ def test_bodies(web: Web, answer: bytes, body: bytes) -> None:
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nab" + END, CutError, "middle"),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + END, CutError, "middle"),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nx\r\n", ValueError, "invalid"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: -3\r\n\r\n", ValueError, "negative length"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: -3\r\n\r\n", ValueError, "invalid length"),
         (b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 20_000 + b"\r\n", ConnectionError, "of headers"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 1_0\r\n\r\n", ValueError, "invalid length"),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" * 1000, ConnectionError, "preliminary"),
         (b"HTTP/1.1 200 OK\r\nA: " + b"b" * 200_000, ConnectionError, "closed"),
         (b"SSH-2.0-OpenSSH\r\n\r\n", ConnectionError, "not HTTP"),
         (b"", TimeoutError, "timed out"),
@@ -227,6 +229,7 @@ def test_certificates_are_verified(tmp_path: Path) -> None:
         for verify in (str(certificate), False):
             web = Web(5, 5, verify=verify)
             assert [got(web, server.url) for _ in range(3)] == [BODY] * 3
+        assert server.connections == 3, "each is used again"
         server.answer = lambda _: sized(BODY)[:-1]
         with pytest.raises(TimeoutError):
             got(Web(5, 0.3, verify=False), server.url)

@@ -24,7 +24,6 @@ from ffserve.store.web_files import Objects, Page, RenewedOptions, WebScheme, te
 _ACCOUNT = re.compile(r"[a-z0-9]{3,24}")
 _ACCOUNT_HOST = re.compile(r"([a-z0-9]+)\.(?:dfs|blob)\.core\.windows\.net")
 _RESOURCE = "https://storage.azure.com/.default"
-_TOKEN_SIZE = 1 << 20
 _VERSION = "2021-12-02"
 _SIGNED = (
     "Content-Encoding", "Content-Language", "Content-Length", "Content-MD5", "Content-Type", "Date",
@@ -189,23 +188,13 @@ class AzureObjects(Objects):
         if "client_secret" not in options:
             return ""
         if time.time() > self._until - 60:
-            form = {
-                "grant_type": "client_credentials", "scope": _RESOURCE,
-                "client_id": options["client_id"], "client_secret": options["client_secret"],
-            }  # fmt: skip
-            body = urlencode(form).encode()
-            place = f"https://login.microsoftonline.com/{quote(options['tenant_id'], safe='')}"
-            headers = {"Content-Type": "application/x-www-form-urlencoded"}
-            headers["Content-Length"] = str(len(body))
-            answer = self.web.request("POST", f"{place}/oauth2/v2.0/token", headers, [body])
-            content = answer.content(_TOKEN_SIZE)
-            if answer.status != 200:
-                raise StatusError(401, "the application has no token")
-            import json
-
-            found = json.loads(content)
-            self._token = str(found["access_token"])
-            self._until = time.time() + float(found["expires_in"])
+            identity = importlib.import_module("azure.identity")
+            with identity.ClientSecretCredential(
+                options["tenant_id"], options["client_id"], options["client_secret"],
+                authority="login.microsoftonline.com",
+            ) as credential:  # fmt: skip
+                found = credential.get_token(_RESOURCE)
+            self._token, self._until = found.token, found.expires_on
         return self._token
 
     def put(self, path: str, size: int, body: Callable[[], Iterable[bytes]]) -> None:

@@ -74,10 +74,12 @@ class Hub(Scheme):
         files = HttpFiles(Web(self.connect_s, self.silent_s), RenewedOptions(headers))
         read = files.ranges(url, {}, {"Accept-Encoding": "identity"})
 
-        def fetch(start: int, end: int) -> tuple[bytes, None]:
-            return read(start, end)[0], None
+        facts = system.info(whole)  # the same for ever
 
-        return OpenVersion(fetch, conditional=True, shared=True, facts=system.info(whole))
+        def fetch(start: int, end: int) -> tuple[bytes, dict[str, Any]]:
+            return read(start, end)[0], facts
+
+        return OpenVersion(fetch, shared=True)
 
 
 SCHEME = Hub()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping
 from html import unescape
 from typing import Any, ClassVar
-from urllib.parse import urljoin
+from urllib.parse import unquote, urljoin, urlsplit
 
 from ffserve.limits import MOST_PAGE_SIZE
 from ffserve.store.schemes.scheme import Options, listing_too_long, refuse_others, without_none
@@ -53,19 +54,26 @@ class HttpFiles(WebFiles):
         headers: Mapping[str, str], body: Iterable[bytes],
     ) -> Answer:  # fmt: skip
         given = {**options.get("headers", {}), **headers}
+        parts = urlsplit(path)
+        if parts.username:
+            user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            given.setdefault("Authorization", f"Basic {b64encode(user.encode()).decode()}")
         return self.web.request(method, path, given, body, follow=True)
 
     def info(self, path: str) -> Facts:
         # Sizes and offsets are those of the file, not of its compressed form.
         plain = {"Accept-Encoding": "identity"}
         try:
-            answer = self.ask("HEAD", path, headers=plain)
+            found = self.facts(self.ask("HEAD", path, headers=plain))
         except StatusError as error:
-            if error.status not in (405, 501):
+            if error.status in (401, 404, 410) or error.status >= 500:
                 raise
-            answer = self.ask("GET", path, headers=plain)
+            found = {"size": None}
+        if found["size"] is None:  # such as for a URL that is signed for GET
+            answer = self.ask("GET", path, headers={**plain, "Range": "bytes=0-0"})
+            found = self.facts(answer)
             answer.close()
-        return {"name": path, **self.facts(answer)}
+        return {"name": path, **found}
 
     def entries(self, path: str, begin: str = "") -> Iterator[Facts]:
         address, mark, query = path.partition("?")

@@ -7,7 +7,6 @@ Source: https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_sigv-create-s
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import hmac
 import importlib
@@ -109,25 +108,33 @@ class S3(WebScheme):
 class S3Objects(Objects):
     """Buckets of S3; the first request to a bucket of Amazon asks for its region."""
 
+    def __init__(self, web: Web, credentials: RenewedOptions) -> None:
+        super().__init__(web, credentials)
+        self._addresses: dict[tuple[str, ...], tuple[str, str]] = {}
+        self._key: tuple[tuple[str, ...], bytes] = (), b""
+        """What the last key for signatures was made of, and the key."""
+
     def send(
         self, options: Options, method: str, path: str, query: Mapping[str, str],
         headers: Mapping[str, str], body: Iterable[bytes],
     ) -> Answer:  # fmt: skip
         bucket, _, key = path.partition("/")
-        address, region = self._address(
-            bucket, options.get("endpoint_url", ""), options.get("addressing_style", "auto"),
-            options.get("region", "us-east-1"),
-        )  # fmt: skip
+        place = options.get("endpoint_url", ""), options.get("region", "us-east-1")
+        asked = bucket, options.get("addressing_style", "auto"), *place
+        if asked not in self._addresses:
+            self._addresses[asked] = self._address(*asked)
+        address, region = self._addresses[asked]
         names = sorted(query)
-        asked = "&".join(f"{quote(name, safe='')}={quote(query[name], safe='')}" for name in names)
-        url = f"{address}/{quote(key, safe='/~')}{'?' if asked else ''}{asked}"
-        more = {"x-amz-request-payer": "requester"} if options.get("requester_pays") else {}
+        text = "&".join(f"{quote(name, safe='')}={quote(query[name], safe='')}" for name in names)
+        url = f"{address}/{quote(key, safe='/~')}{'?' if text else ''}{text}"
+        given = dict(headers)
+        if options.get("requester_pays"):
+            given["x-amz-request-payer"] = "requester"
         if "key" in options:
-            more = _signed(options, region, method, url, {**headers, **more})
-        return self.web.request(method, url, {**headers, **more}, body)
+            given |= self._signed(options, region, method, url, given)
+        return self.web.request(method, url, given, body)
 
-    @functools.lru_cache(64)  # noqa: B019 -- of a file system, which lives as long as its process
-    def _address(self, bucket: str, endpoint: str, style: str, region: str) -> tuple[str, str]:
+    def _address(self, bucket: str, style: str, endpoint: str, region: str) -> tuple[str, str]:
         """Return the URL of a bucket, and its region."""
         if endpoint:
             begin, _, host = endpoint.rstrip("/").partition("://")
@@ -135,47 +142,45 @@ class S3Objects(Objects):
             return f"{begin}://{f'{bucket}.{host}' if virtual else f'{host}/{bucket}'}", region
         if _USUAL_REGION.fullmatch(region):
             answer = self.web.request("HEAD", f"https://s3.{region}.amazonaws.com/{bucket}", {})
-            answer.close()
             region = answer.headers.get("x-amz-bucket-region", region)
         host = f"s3.{region}.amazonaws.com{'.cn' if region.startswith('cn-') else ''}"
         if style == "path" or "." in bucket:  # no certificate has names with more dots
             return f"https://{host}/{bucket}", region
         return f"https://{bucket}.{host}", region
 
-
-def _signed(
-    options: Options, region: str, method: str, url: str, headers: Mapping[str, str]
-) -> dict[str, str]:
-    """Return the headers that sign a request."""
-    to = address_of(url)
-    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    content = _NOTHING if headers.get("Content-Length", "0") == "0" else "UNSIGNED-PAYLOAD"
-    signed = {name: text for name, text in headers.items() if name.startswith("x-amz-")}
-    signed |= {"host": to.place, "x-amz-content-sha256": content, "x-amz-date": stamp}
-    if "token" in options:
-        signed["x-amz-security-token"] = options["token"]
-    names = sorted(signed)
-    listed = ";".join(names)
-    path, _, query = to.path.partition("?")
-    lines = "".join(f"{name}:{signed[name]}\n" for name in names)
-    request = f"{method}\n{path}\n{query}\n{lines}\n{listed}\n{content}"
-    scope = f"{stamp[:8]}/{region}/s3/aws4_request"
-    digest = hashlib.sha256(request.encode()).hexdigest()
-    key = _key(options["secret"], stamp[:8], region)
-    signature = hmac.new(key, f"AWS4-HMAC-SHA256\n{stamp}\n{scope}\n{digest}".encode(), "sha256")
-    signed["Authorization"] = (
-        f"AWS4-HMAC-SHA256 Credential={options['key']}/{scope}, SignedHeaders={listed}, "
-        f"Signature={signature.hexdigest()}"
-    )
-    return signed
-
-
-@functools.lru_cache(64)
-def _key(secret: str, day: str, region: str) -> bytes:
-    key = f"AWS4{secret}".encode()
-    for part in (day, region, "s3", "aws4_request"):
-        key = hmac.new(key, part.encode(), "sha256").digest()
-    return key
+    def _signed(
+        self, options: Options, region: str, method: str, url: str, headers: Mapping[str, str]
+    ) -> dict[str, str]:
+        """Return the headers that sign a request."""
+        to = address_of(url)
+        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        content = _NOTHING if headers.get("Content-Length", "0") == "0" else "UNSIGNED-PAYLOAD"
+        signed = {name: text for name, text in headers.items() if name.startswith("x-amz-")}
+        signed |= {"host": to.place, "x-amz-content-sha256": content, "x-amz-date": stamp}
+        if "token" in options:
+            signed["x-amz-security-token"] = options["token"]
+        names = sorted(signed)
+        listed = ";".join(names)
+        path, _, query = to.path.partition("?")
+        lines = "".join(f"{name}:{signed[name]}\n" for name in names)
+        digest = hashlib.sha256(
+            f"{method}\n{path}\n{query}\n{lines}\n{listed}\n{content}".encode()
+        ).hexdigest()
+        scope = stamp[:8], region, "s3", "aws4_request"
+        made = f"AWS4{options['secret']}", *scope
+        if self._key[0] != made:
+            key = made[0].encode()
+            for part in scope:
+                key = hmac.new(key, part.encode(), "sha256").digest()
+            self._key = made, key
+        told = "/".join(scope)
+        message = f"AWS4-HMAC-SHA256\n{stamp}\n{told}\n{digest}"
+        signature = hmac.new(self._key[1], message.encode(), "sha256").hexdigest()
+        signed["Authorization"] = (
+            f"AWS4-HMAC-SHA256 Credential={options['key']}/{told}, SignedHeaders={listed}, "
+            f"Signature={signature}"
+        )
+        return signed
 
 
 SCHEME = S3()

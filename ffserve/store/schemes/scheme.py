@@ -59,19 +59,13 @@ class OpenVersion:
     """One version of an object, open for reading.
 
     Args:
-        fetch: returns the bytes [start, end), and what the answer says of the version that they
-            belong to, if it says anything. Raises: what the package raises.
-        conditional: whether no read returns bytes of another version; otherwise its caller compares
-            what the answer says, or looks at the object again after each read.
+        fetch: returns the bytes [start, end), and what is known of the version that they belong to;
+            None: its caller looks at the object again. Raises: what the package raises.
         shared: whether threads may use it at the same time.
-        facts: what the origin said of the object when it was opened, if reads are conditional on
-            that; its caller compares it with the version that it wants.
     """
 
     fetch: Callable[[int, int], tuple[bytes, dict[str, Any] | None]]
-    conditional: bool = False
     shared: bool = False
-    facts: dict[str, Any] | None = None
 
 
 class Scheme:
@@ -335,25 +329,15 @@ def restrict_session(session: Any) -> None:
     session.rebuild_auth = rebuild
 
 
-def open_file(system: Any, path: str, **options: Any) -> OpenVersion:
-    """Open a file of fsspec; each read is one request."""
-    return opened(file_of(system, path, **options))
-
-
-def file_of(system: Any, path: str, **options: Any) -> Any:
-    """Return an open file of fsspec without a cache."""
+def open_file(system: Any, path: str) -> OpenVersion:
+    """Open a file of fsspec without a cache; each read is one request."""
     try:
-        return system.open(path, "rb", cache_type="none", **options)
+        file = system.open(path, "rb", cache_type="none")
     except TypeError:  # of a file system whose files have no cache
-        return system.open(path, "rb")
-
-
-def opened(file: Any, *, conditional: bool = False, facts: Any = None) -> OpenVersion:
-    """Return an open file of fsspec as an `OpenVersion`."""
+        file = system.open(path, "rb")
 
     def fetch(start: int, end: int) -> tuple[bytes, None]:
         file.seek(start)
         return file.read(end - start), None
 
-    shared = getattr(getattr(file, "fs", None), "async_impl", False)
-    return OpenVersion(fetch, conditional, shared, facts)
+    return OpenVersion(fetch, getattr(getattr(file, "fs", None), "async_impl", False))
