@@ -156,8 +156,10 @@ def test_errors_of_s3(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_listings_of_s3(bucket: Any) -> None:
     system, name = bucket
+    odd = "sub/ü +&%41<\x01.txt"
     for key in ("a.txt", "_x/y", "sub/b.txt", "sub/_z", "sub/odd[1].txt"):
         system.pipe_file(f"{name}/in/{key}", b"x")
+    system.pipe_file(f"{name}/odd/{odd}", b"x")
     system.pipe_file(f"{name}/in/empty", b"")
     system.call_s3("put_object", Bucket=name, Key="in/marker/", Body=b"")
     for given, names in (
@@ -168,6 +170,7 @@ def test_listings_of_s3(bucket: Any) -> None:
         ("in/_*", ["_x/y"]),
         ("i*/[^a-r]*/b.txt", ["in/sub/b.txt"]),
         ("in/sub/odd[[]1].txt", ["odd[1].txt"]),
+        ("odd", [odd]),
     ):
         assert [file.name for file in find(f"s3://{name}/{given}").files] == names, given
     assert dict(find(f"s3://{name}/in").left_out) == {

@@ -18,7 +18,7 @@ import pytest
 from ffserve.errors import FFServeError, ReadError
 from ffserve.store import fetching
 from ffserve.store.fetching import Patience
-from ffserve.store.origin import ObjectVersion, OriginError, RemoteFile
+from ffserve.store.origin import ObjectVersion, OriginError, RemoteFile, identify
 from ffserve.store.web import CutError, Web, address_of
 
 BODY = bytes(range(256)) * 800
@@ -301,6 +301,23 @@ def test_a_range_of_the_version_that_is_wanted() -> None:
 def test_a_range_that_is_not_what_was_asked_for(answer: bytes, text: str) -> None:
     found = read(answer)
     assert isinstance(found, FFServeError) and text in str(found), found
+
+
+def test_a_url_that_is_signed_for_reading_only() -> None:
+    """Its HEAD is refused; the size comes with the first byte. A user in the URL is one of HTTP."""
+
+    def answers(request: str) -> bytes:
+        if request.startswith("HEAD"):
+            return sized(b"", "403 Forbidden")
+        assert "Authorization: Basic dXNlcjpnZWhlaW0=" in request
+        return ranged(0, 1) if "bytes=0-0" in request else ranged(10_000, 50_000)
+
+    with scripted(answers) as server:
+        url = server.url.replace("http://", "http://user:geheim@") + "/a?signature=x"
+        version = identify(url)
+        assert (version.size, version.tag) == (SIZE, TAG)
+        assert RemoteFile(version).read(10_000, 50_000) == CONTENT[10_000:50_000]
+        assert server.connections == 1
 
 
 def test_another_time_is_another_version_without_an_etag() -> None:

@@ -72,6 +72,7 @@ class HttpFiles(WebFiles):
         if found["size"] is None:  # such as for a URL that is signed for GET
             answer = self.ask("GET", path, headers={**plain, "Range": "bytes=0-0"})
             found = self.facts(answer)
+            answer.read(1)
             answer.close()
         return {"name": path, **found}
 
