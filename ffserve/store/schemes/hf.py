@@ -69,17 +69,24 @@ class Hub(Scheme):
             found.repo_id, found.path_in_repo, repo_type=found.repo_type, revision=commit,
             endpoint=system.endpoint,
         )  # fmt: skip
-        token = hub.get_token() if system.token in (None, True) else system.token
-        headers = {"headers": {"Authorization": f"Bearer {token}"}} if token else {}
-        files = HttpFiles(Web(self.connect_s, self.silent_s), RenewedOptions(headers))
-        read = files.ranges(url, {}, {"Accept-Encoding": "identity"})
-
+        read = self._files(system).ranges(url, {}, {"Accept-Encoding": "identity"})
         facts = system.info(whole)  # the same for ever
 
         def fetch(start: int, end: int) -> tuple[bytes, dict[str, Any]]:
             return read(start, end)[0], facts
 
         return OpenVersion(fetch, shared=True)
+
+    def _files(self, system: Any) -> HttpFiles:
+        """Return what reads for a file system of the package, which keeps it."""
+        found: HttpFiles | None = vars(system).get("ffserve_files")
+        if found is None:
+            hub = importlib.import_module("huggingface_hub")
+            token = hub.get_token() if system.token in (None, True) else system.token
+            headers = {"headers": {"Authorization": f"Bearer {token}"}} if token else {}
+            found = HttpFiles(Web(self.connect_s, self.silent_s), RenewedOptions(headers))
+            vars(system)["ffserve_files"] = found
+        return found
 
 
 SCHEME = Hub()
