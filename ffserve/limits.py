@@ -247,6 +247,8 @@ MOST_USER_DISTRUSTED, MOST_DISTRUSTED = 1024, 1 << 15
 Beyond, the user's oldest one is forgotten, or the oldest one of the user who has most."""
 MOST_LOG_KEYS = 1024
 """Files, users and devices of which repeated log lines are counted apart; beyond, together."""
+MOST_SAME_LINES = 20
+"""Log lines a minute of one text about origins and stores, of which users can name any number."""
 MOST_LOG_LINES, MOST_LOG_LINE = 100, 500
 """Log lines that are kept for STATUS, and characters of each."""
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import resource
 import stat
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
+
+import numpy as np
 
 from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError
 from ffserve.formats.base import GZIP_MAGIC, HEAD_SIZE, ZLIB_MAGIC
@@ -21,6 +25,16 @@ _SECTOR_SIZE = 512
 SPARSE_SHARE = 16
 """A file of which less than 1 part in SPARSE_SHARE is allocated seems to be nearly empty."""
 EXTENTS_COUNT = 1024
+MAPPED_TIMES = 64
+"""The extents of a file that may share blocks are looked at in parts of EXTENTS_COUNT, and of more
+than MAPPED_TIMES parts the rest counts as not stored."""
+_FIEMAP, _LAST, _UNPLACED, _SHARED = 0xC020660B, 0x1, 0x2 | 0x4 | 0x200, 0x2000
+_FIEMAP_HEAD = struct.Struct("<QQIIII")
+_EXTENT_DTYPE = np.dtype({
+    "names": ["logical", "physical", "length", "flags"],
+    "formats": ["<i8", "<i8", "<i8", "<u4"], "offsets": [0, 8, 16, 40], "itemsize": 56,
+})  # fmt: skip
+"""linux/fiemap.h."""
 
 _MISSING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 """These errno values mean that the path is wrong."""
@@ -130,12 +144,13 @@ def allocated_size(fd: int) -> int:
     """Return the bytes of a file that its file system stores: what it costs its owner.
 
     Some file systems count blocks late, or not at all. So the extents of a file that seems to be
-    nearly empty are looked at, the first EXTENTS_COUNT.
+    nearly empty are looked at, the first EXTENTS_COUNT. A block that is in a file several times
+    (reflinks) is stored once.
     """
     status = os.fstat(fd)
     found = status.st_blocks * _SECTOR_SIZE
     if found * SPARSE_SHARE >= status.st_size:
-        return found
+        return min(found, _distinct_size(fd, found))
     total = end = 0
     with contextlib.suppress(OSError):  # ENXIO: no data follows
         for _ in range(EXTENTS_COUNT):
@@ -143,6 +158,35 @@ def allocated_size(fd: int) -> int:
             end = os.lseek(fd, begin, os.SEEK_HOLE)
             total += end - begin
     return max(found, total)
+
+
+def _distinct_size(fd: int, otherwise: int) -> int:
+    """Return the bytes of a file without those that are in it several times; `otherwise` if it
+    shares none, or the file system does not tell."""
+    parts: list[np.ndarray] = []
+    at = 0
+    for _ in range(MAPPED_TIMES):
+        asked = bytearray(_FIEMAP_HEAD.size + EXTENTS_COUNT * _EXTENT_DTYPE.itemsize)
+        _FIEMAP_HEAD.pack_into(asked, 0, at, (1 << 63) - at, 0, 0, EXTENTS_COUNT, 0)
+        try:
+            fcntl.ioctl(fd, _FIEMAP, asked)
+        except OSError:
+            return otherwise
+        count = _FIEMAP_HEAD.unpack_from(asked)[3]
+        part = np.frombuffer(asked, _EXTENT_DTYPE, count, _FIEMAP_HEAD.size)
+        parts.append(part)
+        if not count or part["flags"][-1] & _LAST:
+            break
+        at = int(part["logical"][-1] + part["length"][-1])
+    extents = np.concatenate(parts)
+    if not (extents["flags"] & _SHARED).any():
+        return otherwise
+    placed = extents["flags"] & _UNPLACED == 0
+    size = int(extents["length"][~placed].sum())
+    extents = np.sort(extents[placed], order="physical")
+    ends = extents["physical"] + extents["length"]
+    before = np.maximum.accumulate(np.concatenate(([0], ends[:-1])))
+    return size + int(np.maximum(ends - np.maximum(extents["physical"], before), 0).sum())
 
 
 def is_compressed(path: str) -> bool:

@@ -12,6 +12,7 @@ import sys
 import threading
 import tracemalloc
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -733,6 +734,13 @@ def held_after_failures(reader: ffserve.Reader, how: str) -> int:
         gc.enable()
 
 
+def kept_objects() -> Counter[str]:
+    """Count the objects of clients and data sets in this process, by class."""
+    kinds = [type(each) for each in gc.get_objects()]
+    core = ("ffserve.client", "ffserve.dataset")
+    return Counter(kind.__name__ for kind in kinds if kind.__module__.startswith(core))
+
+
 @pytest.mark.parametrize("name", ["a.ffr", "a.recordio"])
 def test_closed_readers_kept_tables_chunks_and_windows_until_garbage_collection(
     tmp_path: Path, server: str, name: str
@@ -743,6 +751,7 @@ def test_closed_readers_kept_tables_chunks_and_windows_until_garbage_collection(
     gc.collect()
     gc.disable()
     try:
+        before = kept_objects()
         with ffserve.open(path, server=server) as reader:
             reader.announce(order, 0)
             next(iter(reader.batches(order, count=256)))
@@ -752,9 +761,7 @@ def test_closed_readers_kept_tables_chunks_and_windows_until_garbage_collection(
             del reader
         if server == "off":  # a connection stays
             ffserve.open(path, server=server).read_batch(range(9))  # and is not closed
-        kinds = {type(each) for each in gc.get_objects()}
-        core = ("ffserve.client", "ffserve.dataset")
-        left = {kind.__name__ for kind in kinds if kind.__module__.startswith(core)}
+        left = (kept_objects() - before).keys()
         assert left <= {"_Slot"}, "of the sockets that this process knows"
     finally:
         gc.enable()

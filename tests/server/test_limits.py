@@ -165,6 +165,8 @@ BOUNDS = {
     "MOST_DISTRUSTED": "server/test_claims.py: "
     "test_one_user_had_all_preparations_that_are_not_deterministic_forgotten",
     "MOST_LOG_KEYS": "server/test_log.py: test_many_keys_take_bounded_memory",
+    "MOST_SAME_LINES": "server/test_log.py: "
+    "test_an_origin_for_each_line_filled_the_log_without_a_bound",
     "MOST_LOG_LINES": "test_lines_that_are_kept",
     "MOST_LOG_LINE": "test_lines_that_are_kept",
     # ---- status and metrics

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,8 +20,8 @@ from daemon import Daemon, Raw, asking, damage, sample, serving, write
 
 import ffserve
 from ffserve.errors import ChecksumError
-from ffserve.limits import MOST_LOG_KEYS, MOST_USER_LOG_KEYS
-from ffserve.server.life.log import LONGEST_INTERVAL_S, RepeatedLines
+from ffserve.limits import MOST_LOG_KEYS, MOST_SAME_LINES, MOST_USER_LOG_KEYS
+from ffserve.server.life.log import LONGEST_INTERVAL_S, RepeatedLines, SameLines
 
 COUNT = 20
 TRUTH = [sample(index, [5000]) for index in range(COUNT)]
@@ -259,3 +260,18 @@ logging.getLogger("ffserve").warning("this")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stderr == "ffserve: this\n"
+
+
+def test_an_origin_for_each_line_filled_the_log_without_a_bound() -> None:
+    lines = SameLines(interval_s=0.2)
+
+    def written(text: str) -> str | None:
+        record = logging.LogRecord("ffserve", logging.WARNING, "", 0, text, ("x",), None)
+        return record.getMessage() if lines.filter(record) else None
+
+    found = [written("no answer of %s") for _ in range(MOST_SAME_LINES + 5)]
+    assert found == ["no answer of x"] * MOST_SAME_LINES + [None] * 5
+    assert written("another text: %s") == "another text: x"
+    time.sleep(0.3)
+    assert written("no answer of %s") == "no answer of x (5 more before)"
+    assert written("no answer of %s") == "no answer of x"

@@ -19,7 +19,7 @@ from typing import Any
 
 from allocator import used_size
 
-from ffserve.client.local import local_chunks, windows
+from ffserve.client.local import local_chunks, window_reads
 from ffserve.limits import OWN_SIZE, TABLE_SAMPLE_SIZE
 
 MIB = 1 << 20
@@ -60,7 +60,7 @@ KNOWN = {
     "client alone": 64 * MIB
     + local_chunks.KEPT_SIZE
     + local_chunks.REUSED_SIZE
-    + 2 * windows.AHEAD_SIZE
+    + 2 * window_reads.AHEAD_SIZE
 }
 """What a kind of process may use: itself and the limits of its caches, which fill up. Of these
 200 MiB a client took 80 to 155 over seven minutes: 30 for the tables of its files, 17 for their

@@ -413,7 +413,8 @@ def test_sftp_to_a_port_without_ssh_logged_tracebacks(monkeypatch: pytest.Monkey
         )
         done = run_python(program, url, code=None)
     assert done.returncode and len(done.stderr.splitlines()) <= 3, done.stderr
-    assert url in done.stderr and "protocol version" in done.stderr
+    said = "protocol version", "SSH protocol banner", "No existing session"  # which, is chance
+    assert url in done.stderr and any(text in done.stderr for text in said)
 
 
 def drop_connections(sftp: str) -> None:

@@ -31,7 +31,7 @@ from typing import Any
 
 import attacks
 import numpy as np
-from attack_programs import SECRET
+from attack_programs import RESOLVER, SECRET
 from daemon import DEADLINE_S, Daemon, ready, started, until
 
 import ffserve
@@ -54,6 +54,7 @@ COUNTS = {
     "claims": 8,
     "small": 10,
     "namespaces": 40,
+    "bombs": 16,
     "distrust": 4,
     "names": 4,
     "sparse_index": 4,
@@ -62,11 +63,15 @@ COUNTS = {
     "index_cache": 2,
     "open_files": 1,
     "origins": 2,
+    "hanging": 1,
+    "tiny": 2,
+    "rebinding": 2,
 }
 """Connections of each attack, or processes."""
 EXPECT = (
     r"closed a session \(pid \d+\): .*",
     r"remote files: store /.*, .* of .*",
+    r"store: the origin does not answer, so it is asked less often: .*",
 )
 CACHED_COUNT = 7000
 """Index files in the daemon's cache before anything begins."""
@@ -227,13 +232,13 @@ class Field:
     """A daemon that everybody may connect to, files that everybody may read, and an honest client,
     which reads `source`; `folder` is the attacker's."""
 
-    def __init__(self, daemon: Daemon) -> None:
+    def __init__(self, daemon: Daemon, samples: int = attacks.SAMPLES) -> None:
         self.daemon = daemon
         self.source = str(daemon.directory / "honest.ffr")
         self.folder = self.folder_of(HOSTILE)
         self.hostile = str(self.folder / "attack.ffr")
         self._stack = contextlib.ExitStack()
-        attacks.write_samples(self.source)
+        attacks.write_samples(self.source, count=samples)
         shutil.copy(self.source, self.hostile)
         os.chown(self.hostile, HOSTILE, HOSTILE)
         self.honest = self.client(self.source)
@@ -327,14 +332,16 @@ def title(kind: str) -> str:
 
 
 @contextlib.contextmanager
-def field(shards: int = 0, **options: Any) -> Iterator[Field]:
-    """Args: shards: files that `status` opens. options: of `Daemon`."""
+def field(shards: int = 0, samples: int = attacks.SAMPLES, **options: Any) -> Iterator[Field]:
+    """Args: shards: files that `status` opens. samples: that the honest client reads, twice as many
+    as the arena holds. options: of `Daemon`."""
     settings = ["--socket-mode", "0666", *options.pop("options", ())]
     expect = [*EXPECT, *options.pop("expect", ())]
-    made = Daemon(**{"arena": "32MiB", **options, "options": settings, "expect": expect})
+    options = {"arena": "32MiB", "patch": RESOLVER, **options}
+    made = Daemon(**{**options, "options": settings, "expect": expect})
     made.environment = environment_of(made.directory / "home")
     made.command += ["--store-directory", str(made.directory / "store"), "--store-size", "256MiB"]
-    with started(made) as daemon, contextlib.closing(Field(daemon)) as found:
+    with started(made) as daemon, contextlib.closing(Field(daemon, samples)) as found:
         many = found.folder / "many"
         many.mkdir()
         with ffserve.create(many / "0.ffr", n=1) as writer:
@@ -374,13 +381,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=ATTACKED_S)
     parser.add_argument("--shards", type=int, default=300)
+    parser.add_argument("--arena", default="32MiB")
+    parser.add_argument("--samples", type=int, default=attacks.SAMPLES)
     parser.add_argument("--beside", action="store_true")
     parser.add_argument("kinds", nargs="*", metavar="KIND")
     given = parser.parse_args()
     print(*HEADER, sep="\n", flush=True)
     with contextlib.ExitStack() as stack:
-        made = stack.enter_context(field(given.shards))
-        other = stack.enter_context(field(given.shards)) if given.beside else made
+        sizes: dict[str, Any] = {"samples": given.samples, "arena": given.arena}
+        made = stack.enter_context(field(given.shards, **sizes))
+        other = stack.enter_context(field(given.shards, **sizes)) if given.beside else made
         for kind in given.kinds or ["computing", *attacks.KINDS]:
             attack = computing() if kind == "computing" else other.attacking(kind)
             with made.attacked(kind, promise=NOTHING), attack:

@@ -14,6 +14,7 @@ import itertools
 import os
 import signal
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 from daemon import Raw, asking
+from origins import http_origin
 from recorder import Recorder, recorder
 
 import ffserve
@@ -29,6 +31,7 @@ from ffserve.disk import index_file
 from ffserve.engine.codec import crc32c, mask
 from ffserve.errors import FFServeError
 from ffserve.formats.recordio_codec import MAGIC
+from ffserve.limits import MOST_ORIGINS
 
 SECRET = "geheim"
 """It stands in all settings of the daemon's user that a package may read."""
@@ -36,6 +39,17 @@ COUNT = 10_000_000
 """Records that a file of a few KiB claims."""
 MOST_OPEN = 64
 """An attacker closes its files when it has so many."""
+MOVING = ".moving.test"
+RESOLVER = f"""
+import itertools, socket
+usual, turns = socket.getaddrinfo, itertools.count()
+def moving(host, *others, **more):
+    if isinstance(host, str) and host.endswith({MOVING!r}):
+        host = f"127.0.0.{{next(turns) % 2 + 1}}"
+    return usual(host, *others, **more)
+socket.getaddrinfo = moving
+"""
+"""A resolver that has two addresses for a name, one after the other."""
 _NEW_USERS, _NEW_MOUNTS, _DIE_WITH_PARENT = 0x10000000, 0x20000, 1
 """unshare(2), prctl(2)."""
 
@@ -196,6 +210,73 @@ def origins(path: str, folder: Path) -> Iterator[None]:
                 yield
 
 
+def hanging(path: str, folder: Path) -> Iterator[None]:
+    """Sixty-four origins that answer the tables and then hang, with sixteen requests to each."""
+    file = folder / "a.ffr"
+    with ffserve.create(file, n=MOST_ORIGINS * 64) as writer:
+        for _ in range(MOST_ORIGINS * 64):
+            writer.write(bytes(4096))
+    content = file.read_bytes()
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(http_origin()) for _ in range(MOST_ORIGINS)]
+        readers = [ffserve.open(each.put("a.ffr", content), server=path) for each in found]
+        for each in found:
+            each.stalled.set()
+
+        def read(reader: ffserve.Reader) -> None:
+            with contextlib.suppress(FFServeError):
+                while True:
+                    reader.read(range(0, len(reader), 64))
+
+        for reader in readers:
+            threading.Thread(target=read, args=(reader,), daemon=True).start()
+        while True:
+            time.sleep(0.1)
+            yield
+
+
+def tiny(path: str, folder: Path) -> Iterator[None]:
+    """Objects of a few bytes without end."""
+    file = folder / "a.ffr"
+    with ffserve.create(file, n=1) as writer:
+        writer.write(b"x")
+    content = file.read_bytes()
+    with http_origin() as origin:
+        for turn in itertools.count():
+            origin.files.clear()
+            urls = [origin.put(f"{turn}-{k}.ffr", content) for k in range(50)]
+            with contextlib.suppress(FFServeError):
+                ffserve.open(urls, server=path).close()
+            yield
+
+
+def rebinding(path: str, folder: Path) -> Iterator[None]:
+    """Names of hosts that resolve to another address each time, that of another server."""
+    file = folder / "a.ffr"
+    contents = []
+    for number in range(2):
+        with ffserve.create(file, n=256) as writer:
+            for _ in range(256):
+                writer.write(bytes([number]) * 8192)
+        contents.append(file.read_bytes())
+    with http_origin() as own:
+        port = int(own.url.rpartition(":")[2])
+        with http_origin("127.0.0.2", port) as other:
+            exec(RESOLVER, {})
+            for turn in itertools.count():
+                for origin, content in zip((own, other), contents, strict=True):
+                    origin.files.clear()
+                    origin.put("a.ffr", content)
+                url = f"http://{turn}{MOVING}:{port}/a.ffr"
+                found: set[int] = set()
+                with contextlib.suppress(FFServeError), ffserve.open(url, server=path) as reader:
+                    for _ in range(4):
+                        found |= {int(each[0]) for each in reader.read(range(0, 256, 16))}
+                if len(found) > 1:
+                    raise SystemExit("samples of two servers were mixed")
+                yield
+
+
 def _check(found: Recorder) -> None:
     if SECRET in found.text or "uthorization" in found.text:
         raise SystemExit(f"an origin got the credentials of the daemon's user: {found.text}")
@@ -203,7 +284,18 @@ def _check(found: Recorder) -> None:
 
 
 PROGRAMS: dict[str, Callable[[str, Path], Iterator[None]]] = {
-    each.__name__: each for each in (sparse_index, tables, scans, index_cache, open_files, origins)
+    each.__name__: each
+    for each in (
+        sparse_index,
+        tables,
+        scans,
+        index_cache,
+        open_files,
+        origins,
+        hanging,
+        tiny,
+        rebinding,
+    )
 }
 
 

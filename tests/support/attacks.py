@@ -43,6 +43,13 @@ _encode = protocol.encode
 ROW = protocol.IDENTITY_DTYPE.itemsize
 
 
+_BOMBS: dict[str, dict[str, Any]] = {
+    "gzip.recordio": {"format": "recordio", "compression": "gzip", "max_chunk_size": 61 << 20},
+    "snappy.recordio": {"format": "recordio", "compression": "snappy", "max_chunk_size": 61 << 20},
+    "bomb.tfrecord.gz": {"format": "tfrecord", "compression": "gzip"},
+}
+
+
 # ---- kinds ----------------------------------------------------------------------------------
 
 
@@ -232,6 +239,26 @@ def namespaces(raw: Raw, file: str) -> Script:
         yield BURST
 
 
+def bombs(raw: Raw, file: str) -> Script:
+    """Chunks of a few KiB that are up to 61 MiB when they are decoded, read at random."""
+    files = []
+    for name, options in _BOMBS.items():
+        files.append(f"{os.path.dirname(file)}/{name}")
+        if not os.path.exists(files[-1]):
+            unfinished = f"{files[-1]}.{os.getpid()}"
+            with ffserve.create(unfinished, **options) as writer:
+                for _ in range(16 * 61):
+                    writer.write(bytes(1 << 20))
+            os.rename(unfinished, files[-1])
+    opened = [raw.open(each, tag=tag) for tag, each in enumerate(files, 2)]
+    chance = np.random.default_rng(raw.socket.fileno())
+    for first in itertools.count(10, 64):
+        for tag in range(first, first + 64):
+            number = opened[tag % len(opened)].dataset
+            yield _encode(get(tag, number, chance.integers(0, 16 * 61, 16)))
+        yield 64
+
+
 def distrust(raw: Raw, file: str) -> Script:
     """Preparations without end that are not deterministic."""
     source, memory = raw.open(file).dataset, os.memfd_create("attack")
@@ -264,7 +291,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
         gets, leases, status, connections, connects, halves, drops, strings, opens, tags, orders,
-        seens, datasets, claims, small, namespaces, distrust, names,
+        seens, datasets, claims, small, namespaces, bombs, distrust, names,
     )
 } | PROGRAMS  # fmt: skip
 _SILENT = ("connections", "connects")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import re
 import threading
 import time
 from collections import Counter
@@ -65,6 +67,8 @@ class HttpOrigin:
     requests: Counter[str] = field(default_factory=Counter)
     who: Counter[str] = field(default_factory=Counter)
     """Requests with a header `X-Who`, by its text."""
+    asked: list[tuple[str, str, int]] = field(default_factory=list)
+    """Ranges that were asked for with a key of S3: key, name, first byte."""
     url: str = ""
     _lock: Any = field(default_factory=threading.Lock)
     _due: float = 0.0
@@ -76,7 +80,7 @@ class HttpOrigin:
         return f"{self.url}/{name}"
 
     def etag(self, name: str) -> str:
-        return f'"{hashlib.md5(self.files[name]).hexdigest()}"'
+        return _etag(self.files[name])
 
     def throttle(self, size: int) -> None:
         if rate := self.rate:
@@ -95,6 +99,14 @@ class HttpOrigin:
     @property
     def total(self) -> int:
         return sum(self.sent.values())
+
+
+_KEY = re.compile("Credential=([^/]+)/")
+
+
+@functools.lru_cache(maxsize=4)
+def _etag(content: bytes) -> str:
+    return f'"{hashlib.md5(content).hexdigest()}"'
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -127,6 +139,9 @@ class _Handler(BaseHTTPRequestHandler):
             origin.requests[self.command] += 1
             if "X-Who" in self.headers:
                 origin.who[self.headers["X-Who"]] += 1
+            if key := _KEY.search(self.headers.get("Authorization", "")):
+                first = self.headers.get("Range", "bytes=0").removeprefix("bytes=").partition("-")
+                origin.asked.append((key[1], name, int(first[0])))
         while origin.stalled.is_set() or (body and name in origin.held):
             time.sleep(0.01)
         if origin.status or time.monotonic() < origin.fail_until:
@@ -234,11 +249,11 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def http_origin() -> Iterator[HttpOrigin]:
+def http_origin(address: str = "127.0.0.1", port: int = 0) -> Iterator[HttpOrigin]:
     """Run an origin in threads of this process."""
     origin = HttpOrigin()
-    server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"origin": origin}))
-    origin.url = f"http://127.0.0.1:{server.server_port}"
+    server = _Server((address, port), type("Handler", (_Handler,), {"origin": origin}))
+    origin.url = f"http://{address}:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:

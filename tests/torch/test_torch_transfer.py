@@ -20,7 +20,8 @@ from daemon import DEADLINE_S, until
 from transfer_cases import alike
 
 import ffserve
-from ffserve.torch import DataLoader, EpochSampler, loader, segments
+from ffserve.torch import DataLoader, EpochSampler, loader
+from ffserve.torch.messages import segments
 
 START_METHODS = ["fork", "spawn", "forkserver"]
 COUNT, SIZE = 96, 5000
@@ -187,7 +188,8 @@ def test_a_torch_without_the_private_names_gives_the_same_batches(num_workers: i
         from torch.utils.data._utils import collate
         del collate.collate_tensor_fn
         import transfer_cases as cases
-        from ffserve.torch import DataLoader, transfer
+        from ffserve.torch import DataLoader
+        from ffserve.torch.messages import transfer
         assert transfer.collate_tensor_fn is None
         transfer.getattr = lambda iterator, name, default: default  # of keep_queues
         for batch in DataLoader(cases.Pairs(40), batch_size=10, num_workers={num_workers}):

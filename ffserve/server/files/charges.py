@@ -100,8 +100,8 @@ class TableCharge:
     """
 
     __slots__ = (
-        "_accounts", "_allocated", "_more", "_path", "_records", "_sparse", "_trusted", "_unbacked",
-        "_wanted", "read_size", "size", "uid",
+        "_accounts", "_allocated", "_more", "_path", "_records", "_sparse", "_stored", "_trusted",
+        "_unbacked", "_wanted", "read_size", "size", "uid",
     )  # fmt: skip
 
     def __init__(
@@ -121,7 +121,7 @@ class TableCharge:
         self._allocated = allocated
         self._wanted = wanted
         self._sparse = sparse
-        self._records = self._more = self._unbacked = 0
+        self._records = self._more = self._unbacked = self._stored = 0
         self.uid = uid
         self.size = 0
         """Bytes that are charged."""
@@ -145,7 +145,9 @@ class TableCharge:
     def _set(self, size: int) -> None:
         unbacked = 0
         if size > STEP:
-            unbacked = max(size - STEP - TABLES_PER_BYTE * self._allocated(), 0)
+            if size - STEP > TABLES_PER_BYTE * self._stored:
+                self._stored = self._allocated()
+            unbacked = max(size - STEP - TABLES_PER_BYTE * self._stored, 0)
         more = size - self.size, unbacked - self._unbacked
         left = self._accounts.take(self.uid, *more, trusted=self._trusted)
         if left is not None:
@@ -166,10 +168,10 @@ class TableCharge:
             error.missing = more[0] - left[0]
             return error
         error = TablesFull(
-            f"{tables}, but only {format_size(self._allocated())} of the file are stored: it has "
-            f"holes, or samples that are nearly all equal. Tables of such files may take "
-            f"{format_size(MOST_UNBACKED)} for a user; {format_size(left[1] + self._unbacked)} are "
-            f"left for user {self.uid}",
+            f"{tables}, but only {format_size(self._stored)} of the file are stored: it has "
+            f"holes, blocks that are in it several times, or samples that are nearly all equal. "
+            f"Tables of such files may take {format_size(MOST_UNBACKED)} for a user; "
+            f"{format_size(left[1] + self._unbacked)} are left for user {self.uid}",
             path=self._path,
             hint="write the file again without holes (cp --sparse=never), or close readers of "
             "such files; if it was just written, try again in a few seconds",

@@ -17,7 +17,13 @@ from typing import TypeAlias
 
 from ffserve.config import LogFormat
 from ffserve.errors import printable
-from ffserve.limits import MOST_LOG_KEYS, MOST_LOG_LINE, MOST_LOG_LINES, MOST_USER_LOG_KEYS
+from ffserve.limits import (
+    MOST_LOG_KEYS,
+    MOST_LOG_LINE,
+    MOST_LOG_LINES,
+    MOST_SAME_LINES,
+    MOST_USER_LOG_KEYS,
+)
 from ffserve.system.systemd import is_journal, priority
 
 log = logging.getLogger("ffserve")
@@ -34,8 +40,34 @@ NOBODY = -1
 def start_logging(level: str, log_format: LogFormat) -> None:
     """Write messages of this level and above to standard error, and keep warnings in `latest`."""
     handler = logging.StreamHandler()
+    handler.addFilter(SameLines())
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
     logging.basicConfig(handlers=[handler, latest], level=level.upper())
+
+
+class SameLines(logging.Filter):
+    """Lets through MOST_SAME_LINES of one text in an interval and counts the others. Threads
+    of the store log what happens to each origin and object, of which users can name any number."""
+
+    def __init__(self, interval_s: float = FIRST_INTERVAL_S) -> None:
+        super().__init__()
+        self._interval_s = interval_s
+        self._counts: Counter[str] = Counter()
+        self._until = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the line is written."""
+        text = record.msg
+        if text == "%s":  # `RepeatedLines` has counted it
+            return True
+        now = time.monotonic()
+        if now >= self._until:
+            left_out = self._counts[text] - MOST_SAME_LINES
+            if left_out > 0:
+                record.msg = f"{text} ({left_out} more before)"
+            self._counts, self._until = Counter(), now + self._interval_s
+        self._counts[text] += 1
+        return self._counts[text] <= MOST_SAME_LINES
 
 
 class _TextFormatter(logging.Formatter):
