@@ -1,4 +1,4 @@
-"""Credentials that end while a job reads: they are collected again, and nobody notices."""
+"""Credentials that end while a job reads are collected again; and what is signed with them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import re
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from daemon import Daemon, started
 from origins import HttpOrigin
 
 import ffserve
+from ffserve.store.schemes.s3 import S3Objects
+from ffserve.store.web import Web
 from ffserve.store.web_files import RenewedOptions
 
 PROCESS = """
@@ -96,3 +99,29 @@ def test_options_are_collected_again_when_it_is_time() -> None:
     assert renewed.renewed(first), "somebody else has renewed them"
     time.sleep(1.1)
     assert renewed.renewed(made[0]) and renewed.options is made[1]
+
+
+@pytest.mark.parametrize(
+    "query", [{}, {"list-type": "2", "prefix": "a b/ü+&=~*'()", "delimiter": ""}]
+)
+@pytest.mark.parametrize("key", ["a.ffr", "ü/a b+c&%41=~*'();:@,!$"])
+def test_signatures_are_those_of_botocore(key: str, query: dict[str, str]) -> None:
+    auth = pytest.importorskip("botocore.auth")
+    awsrequest = pytest.importorskip("botocore.awsrequest")
+    credentials = pytest.importorskip("botocore.credentials").Credentials("key", "secret", "token")
+    seen: list[tuple[str, dict[str, str]]] = []
+
+    class Asked(Web):
+        def request(self, method: str, url: str, headers: Any, *_: Any, **__: Any) -> Any:
+            seen.append((url, headers))
+
+    options = {"key": "key", "secret": "secret", "token": "token", "endpoint_url": "http://host:9"}
+    objects = S3Objects(Asked(1, 1), RenewedOptions(options))
+    for _ in range(5):  # until both have the same second
+        objects.send(options, "GET", f"bucket/{key}", query, {}, ())
+        url, headers = seen[-1]
+        request = awsrequest.AWSRequest("GET", url, headers={"host": "host:9"})
+        auth.S3SigV4Auth(credentials, "s3", "us-east-1").add_auth(request)
+        if request.headers["X-Amz-Date"] == headers["x-amz-date"]:
+            break
+    assert request.headers["Authorization"] == headers["Authorization"]
