@@ -82,7 +82,8 @@ def settings(case: Case) -> Found:
 def _unusable(case: Case) -> Iterator[Finding]:
     """Find out whether a daemon can start with these valid settings, and which users it would
     serve."""
-    config, runs, effect = case.settings, bool(case.process.pid), "No daemon can start."
+    config, effect = case.settings, "No daemon can start."
+    runs = bool(case.process.pid) and not _starts(case.process.unit)
     try:
         group_of(config)
     except UsageError as error:
@@ -217,7 +218,9 @@ def _invalid(case: Case, error: FFServeError) -> Iterator[Finding]:
     text = str(error)
     check = f"ffserve serve --config {shlex.quote(path)} --check"
     effect = "No daemon can start. A running daemon keeps the settings that it has."
-    yield Finding("settings-invalid", "error", text, effect, (edit, check) if exists else (check,))
+    again = (case.restart(),) if case.unit else ()  # else it follows up to 10 s later
+    mend = (edit, check, *again) if exists else (check, *again)
+    yield Finding("settings-invalid", "error", text, effect, mend)
 
 
 def _roots(case: Case) -> Iterator[Finding]:
@@ -509,6 +512,11 @@ def units(case: Case) -> Found:
                 as_root("systemctl start ffserve.socket"),
             ),
         )
+
+
+def _starts(unit: str) -> bool:
+    """Return whether this service has not started yet: it may fail each time."""
+    return _show(unit, "ActiveState").get("ActiveState") == "activating"
 
 
 def _show(unit: str, *properties: str) -> dict[str, str]:
