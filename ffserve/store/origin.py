@@ -312,7 +312,7 @@ def find(
         url = url.replace("?", _ANY)
     system, path = file_system(url)
     search = _Search(system, _prefix(url, path), hidden, below)
-    with failures(given), scheme_of(url).listing(system):
+    with failures(given):
         system.invalidate_cache()
         if urls.has_magic(url):
             parts = path.split("/")

@@ -244,11 +244,6 @@ class Scheme:
         """Return the context in which the packages are called."""
         return contextlib.nullcontext()
 
-    def listing(self, system: Any) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which files are listed. A listing that has no end fails in it with
-        `listing_too_long`, where the packages let us see its pages."""
-        return contextlib.nullcontext()
-
     # ---- errors ----
 
     def meaning(self, text: str) -> Meaning | None:
