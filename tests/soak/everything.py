@@ -637,10 +637,13 @@ class Run:
             most = self._quiet[name] + 8
             until(lambda d=daemon, n=most: d.fd_count() <= n, f"descriptors of {name} are closed")
             size = quiet_size(daemon.status())
-            until(
-                lambda p=control.pid, s=size: sizes_of(p, self.used).used <= s,
-                f"{name} uses at most {size} bytes, which are known",
-            )
+            try:
+                until(
+                    lambda p=control.pid, s=size: sizes_of(p, self.used).used <= s,
+                    f"{name} uses at most {size} bytes, which are known",
+                )
+            except AssertionError as error:
+                raise Failure(f"{error}: {sizes_of(control.pid, self.used)}") from error
             used = sizes_of(control.pid, self.used).used
             text = f"{name}: {daemon.fd_count()} descriptors, {used} bytes of at most {size}"
             self.story.add("quiet", text, counted=False)
