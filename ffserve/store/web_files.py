@@ -168,7 +168,7 @@ class WebFiles:
             asked = {**headers, "Range": f"bytes={start}-{end - 1}"}
             answer = self.ask("GET", path, query, asked)
             found = self.facts(answer)
-            if answer.status == 206:
+            if found["start"] is not None:
                 if found["start"] != start:
                     answer.close()
                     raise ValueError("the origin sent another range than it was asked for")
@@ -184,9 +184,9 @@ class WebFiles:
 
     def facts(self, answer: Answer) -> Facts:
         """Return what the headers of an answer say of a file. start: of the range that it has."""
-        headers, start = answer.headers, 0
+        headers, start = answer.headers, None
         size = headers.get("content-length")
-        if answer.status == 206:
+        if answer.status == 206 or "content-range" in headers:  # rclone says 200
             span = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", headers.get("content-range", ""))
             start, size = (int(span[1]), span[2]) if span else (-1, "*")
         return {

@@ -272,6 +272,7 @@ def test_a_range_of_the_version_that_is_wanted() -> None:
     wanted = CONTENT[10_000:50_000]
     assert read(ranged(10_000, 50_000)) == wanted
     assert read(ranged(10_000, 50_000, tag=""), tag="") == wanted
+    assert read(ranged(10_000, 50_000, status="200 OK")) == wanted, "as rclone says it"
     whole = f"HTTP/1.1 200 OK\r\nContent-Length: {SIZE}\r\n"
     head = f'{whole}ETag: "{TAG}"\r\nLast-Modified: {TIME}\r\n\r\n'.encode()
     assert read(ranged(10_000, 50_000, tag=""), head=head) == wanted, "it is looked at again"
