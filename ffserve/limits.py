@@ -24,7 +24,10 @@ limit of all users.
   LEAST_TABLES_SIZE, at most of half the memory beside the arena). Of these, MOST_UNBACKED may be
   tables of files with holes, which cost their owner nothing.
 
-With an arena of 64 GiB that is 160 MiB + 3 times 12.8 GiB at the very most, and 4 GiB with remote
+- buffers of the engines: BOUNCES_KEPT, and while files on several devices are read, 64 MiB for each
+  of MOST_ENGINES.
+
+With an arena of 64 GiB that is 1.2 GiB + 3 times 12.8 GiB at the very most, and 4 GiB with remote
 files. In the arena, leases of one user pin at most four fifths of 1 part in LEASED_SHARE:
 two fifths.
 
@@ -189,6 +192,9 @@ closed."""
 OWN_SIZE = 32 << 20
 """Memory of a daemon beside its arena when it starts, with a margin. Tables of samples and orders
 come on top (docs/CONFIGURATION.md)."""
+BOUNCES_KEPT = 48 << 20
+"""Bytes of buffers that engines keep for further reads (FFS_BOUNCES_KEPT in
+engine/reading/backend.h)."""
 ORDERS_SHARE, LEAST_ORDERS_SIZE = 4, 1 << 30
 """Announced orders take at most 1 part in ORDERS_SHARE of the arena's size as memory of their own,
 or LEAST_ORDERS_SIZE, and at most half of the memory beside the arena."""

@@ -218,7 +218,7 @@ def _invalid(case: Case, error: FFServeError) -> Iterator[Finding]:
     text = str(error)
     check = f"ffserve serve --config {shlex.quote(path)} --check"
     effect = "No daemon can start. A running daemon keeps the settings that it has."
-    again = (case.restart(),) if case.unit else ()  # else it follows up to 10 s later
+    again = (case.restart(),) if case.unit else ()  # by itself it starts up to 10 s later
     mend = (edit, check, *again) if exists else (check, *again)
     yield Finding("settings-invalid", "error", text, effect, mend)
 

@@ -35,6 +35,7 @@ from ffserve.engine.io import Engine, EngineBatch, open_direct
 from ffserve.engine.shm import NOWHERE
 from ffserve.engine.slots import ENTRY_DTYPE
 from ffserve.errors import UsageError
+from ffserve.limits import BOUNCES_KEPT
 from ffserve.system.memfd import SharedMemory
 
 CONTENT = np.random.default_rng(7).integers(0, 256, 8 * MIB + 777, np.uint8).tobytes()
@@ -89,6 +90,20 @@ def place(batch: EngineBatch, file: Opened, offset: int, length: int, slot: int,
         0,
         0,
     )
+
+
+def bounces_size() -> int:
+    """Return the bytes of private memory that a child of this process would not have."""
+    size = found = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if "-" in first:
+            size, private = 0, rest[0] == "rw-p" and len(rest) == 4
+        elif first == "Anonymous:" and private:
+            size = int(rest[0]) << 10
+        elif first == "VmFlags:" and "dc" in rest:
+            found += size
+    return found
 
 
 @pytest.fixture(params=io.probe())
@@ -828,6 +843,26 @@ class TestRegisteredMemory:
         # Twice what a read takes at most, for twice as many reads as are in flight at most.
         assert LEAST_BOUND <= small["registered"] <= 32 * LEAST_BOUND
         assert small["registered"] < large["registered"] <= 32 * BOUNCE // 2
+
+
+@pytest.mark.parametrize("kind", io.probe())
+def test_buffers_that_every_engine_kept_were_in_no_limit(kind: io.Kind, tmp_path: Path) -> None:
+    """Each engine kept 64 MiB for reads, as long as it lived."""
+    others = bounces_size()
+    engines = [Engine(kind, depth=128, threads=128) for _ in range(2)]
+    files = [Opened(engine, tmp_path / str(k)) for k, engine in enumerate(engines)]
+    for _ in range(2):
+        for engine, file in zip(engines, files, strict=True):
+            batch, dests = pieces(engine, file, [(k << 12, BOUNCE) for k in range(200)])
+            engine.submit(batch)
+            engine.wait(batch)
+            check(file, batch, dests)
+    assert bounces_size() - others > 4 * BOUNCE
+    assert bounces_size() <= BOUNCES_KEPT + 4 * BOUNCE
+    for engine, file in zip(engines, files, strict=True):
+        engine.close()
+        os.close(file.fd)
+    assert bounces_size() <= others
 
 
 class TestChoice:

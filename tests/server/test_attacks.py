@@ -52,10 +52,11 @@ def crowded() -> Iterator[Field]:
 @pytest.mark.parametrize("kind", attacks.KINDS)
 def test_an_attack_of_one_user_stopped_all_others(crowded: Field, kind: str) -> None:
     daemon = crowded.daemon
-    before, sockets = daemon.private_size(), daemon.socket_count()
+    before, sockets = daemon.private_size(), daemon.socket_count(local=True)
     crowded.run(kind, 0.5, LAX)
     # The honest client may be greeting.
-    until(lambda: daemon.socket_count() <= sockets + 1, "the connections of the attack are closed")
+    closed = "the connections of the attack are closed"
+    until(lambda: daemon.socket_count(local=True) <= sockets + 1, closed)
     until(lambda: daemon.private_size() - before < MOST_KEPT, "the memory is given back")
     until(lambda: daemon.status()["arena"]["leased"] == 0, "the leases have ended")
 

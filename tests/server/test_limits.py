@@ -120,6 +120,8 @@ BOUNDS = {
     "test_more_clients_than_connections_are_all_served",
     # ---- memory
     "OWN_SIZE": "server/test_daemon.py: test_an_arena_larger_than_memory_is_refused",
+    "BOUNCES_KEPT": "engine/test_engine.py: "
+    "test_buffers_that_every_engine_kept_were_in_no_limit",
     "ORDERS_SHARE": "server/test_announce.py: test_all_orders_together_have_a_limit",
     "LEAST_ORDERS_SIZE": "server/test_announce.py: test_all_orders_together_have_a_limit",
     "PREPARED_SHARE": "server/test_prepared_daemon.py: "

@@ -20,7 +20,7 @@ from typing import Any
 from allocator import used_size
 
 from ffserve.client.local import local_chunks, window_reads
-from ffserve.limits import OWN_SIZE, TABLE_SAMPLE_SIZE
+from ffserve.limits import BOUNCES_KEPT, OWN_SIZE, TABLE_SAMPLE_SIZE
 
 MIB = 1 << 20
 
@@ -68,8 +68,8 @@ chunks, 33 for Python's own allocator (28 at first, with as many objects), the r
 program, and pages that malloc keeps: those that were never written to count as free and take none,
 so that a young process seems to use less."""
 QUIET_SIZE = 16 * MIB
-"""A quiet daemon may use this much more than OWN_SIZE, besides tables: 256 jobs, counters, log
-lines, and the pieces that Python's own allocator keeps."""
+"""A quiet daemon may use this much more than OWN_SIZE, besides tables and buffers for reads: 256
+jobs, counters, log lines, and the pieces that Python's own allocator keeps."""
 FEWEST = 5
 """Measurements in a third, below which nothing is said."""
 
@@ -163,7 +163,7 @@ class Series:
 def quiet_size(status: dict[str, Any]) -> int:
     """Return the bytes that a daemon without clients may use. Args: status: its own."""
     samples = sum(shard["count"] for shard in status["shards"])
-    return OWN_SIZE + samples * TABLE_SAMPLE_SIZE + QUIET_SIZE
+    return OWN_SIZE + BOUNCES_KEPT + samples * TABLE_SAMPLE_SIZE + QUIET_SIZE
 
 
 def growth(thirds: dict[str, dict[str, list[float]]]) -> list[str]:

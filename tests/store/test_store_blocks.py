@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -229,6 +229,20 @@ def tiny_objects(directory: Path, count: int) -> None:
         os.utime(made / "state", (number, number))
 
 
+@contextlib.contextmanager
+def another(code: str, said: bytes) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a program in a process of its own, from its first line of output on."""
+    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert other.stdout is not None
+    try:
+        assert other.stdout.readline() == said
+        yield other
+    finally:
+        other.kill()
+        other.wait()
+        other.stdout.close()
+
+
 def test_eviction_among_20_000_tiny_objects_looked_at_all_of_them(directory: Path) -> None:
     """Under the lock, whenever any object had been closed: a batch of 0.3 s took 7.0 s."""
     tiny_objects(directory, 20_000)
@@ -329,9 +343,7 @@ print("open", flush=True)
 time.sleep(100)
 """
     code = program.format(here=str(Path(__file__).parent), directory=str(directory))
-    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    try:
-        assert other.stdout is not None and other.stdout.readline() == b"open\n"
+    with another(code, b"open\n"):
         store = Store(str(directory), None, BLOCK)
         store.limit = store.used - BLOCK
         ended = threading.Event()
@@ -346,11 +358,6 @@ time.sleep(100)
         assert ended.wait(20)
         assert not fill(store, store.open(identity("last")), 0, 1.0)
         store.abandon()
-    finally:
-        other.kill()
-        other.wait()
-        assert other.stdout is not None
-        other.stdout.close()
 
 
 def test_the_index_of_an_object_is_counted_until_it_is_gone(directory: Path) -> None:
@@ -392,9 +399,7 @@ print("pinned", flush=True)
 time.sleep(100)
 """
     code = program.format(here=str(Path(__file__).parent), directory=str(directory))
-    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    try:
-        assert other.stdout is not None and other.stdout.readline() == b"pinned\n"
+    with another(code, b"pinned\n") as other:
         store = Store(str(directory), LIMIT, BLOCK)
         stored = store.open(identity())
         evict = stored.state.evict
@@ -402,11 +407,6 @@ time.sleep(100)
         other.kill()
         other.wait()
         assert evict(0, np.zeros(1, np.uint64))
-    finally:
-        other.kill()
-        other.wait()
-        assert other.stdout is not None
-        other.stdout.close()
 
 
 def used(directory: Path) -> int:

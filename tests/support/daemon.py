@@ -146,13 +146,16 @@ class Daemon:
         """Descriptors that it holds."""
         return len(os.listdir(f"/proc/{self.pid}/fd"))
 
-    def socket_count(self) -> int:
-        """Sockets that it holds."""
-        count = 0
+    def socket_count(self, *, local: bool = False) -> int:
+        """Sockets that it holds; local: only those of clients, with none to origins."""
+        links = set()
         for fd in os.listdir(f"/proc/{self.pid}/fd"):
             with contextlib.suppress(OSError):
-                count += os.readlink(f"/proc/{self.pid}/fd/{fd}").startswith("socket:")
-        return count
+                links.add(os.readlink(f"/proc/{self.pid}/fd/{fd}"))
+        if local:
+            rows = Path(f"/proc/{self.pid}/net/unix").read_text().splitlines()[1:]
+            links &= {f"socket:[{row.split()[6]}]" for row in rows if row.endswith(self.socket)}
+        return sum(link.startswith("socket:") for link in links)
 
     def private_size(self) -> int:
         """Bytes of memory that it does not share."""

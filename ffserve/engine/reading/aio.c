@@ -140,6 +140,8 @@ static void settle(ffs_engine *e, aio *a, uint32_t most)
     uint32_t count = a->landed_count < most ? a->landed_count : most;
     for (uint32_t k = 0; k < count; k++) {
         ffs_settle(e, a->landed[k]);
+        if (ffs_op_is_surplus(a->landed[k]))
+            ffs_op_free(a->landed[k]);
         a->spare[a->spare_count++] = a->landed[k];
     }
     a->landed_count -= count;

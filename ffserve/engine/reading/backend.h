@@ -22,6 +22,9 @@
  * fresh pages each time. And a read into more 4 KiB pages than the disk takes segments would be
  * passed to a kernel thread, because the block layer does not split non-blocking requests. */
 #define FFS_BOUNCE_SIZE ((uint64_t)256 << 10)
+/* All engines of a process keep at most so many of them while these hold no read: one and a half times
+ * what an engine of depth 128 has in flight (BOUNCES_KEPT in limits.py). */
+#define FFS_BOUNCES_KEPT 192
 #define FFS_ALIGNMENT_MAX ((uint32_t)128 << 10)
 /* The arena is registered in pieces of this size. The kernel takes up to 1 GiB as one buffer, but
  * the I/O thread stops while it pins one. */
@@ -56,7 +59,7 @@ typedef struct ffs_op {
     uint64_t offset;     /* this attempt: position and size */
     uint64_t size;
     uint8_t *base;   /* where the byte at `lo` goes: the arena, or the bounce buffer */
-    uint8_t *bounce; /* FFS_BOUNCE_SIZE bytes, mapped when first needed, kept */
+    uint8_t *bounce; /* FFS_BOUNCE_SIZE bytes, mapped when first needed */
     /* ---- */
     uint32_t alignment;
     bool around;  /* the alignment only brings what lies around the read */
@@ -134,6 +137,8 @@ bool ffs_take(ffs_engine *e, ffs_op *op);
 /* result: bytes of this attempt or -errno. True: issue the op again (offset, to, size are set);
  * false: it has landed. */
 bool ffs_advance(ffs_engine *e, ffs_op *op, int64_t result);
+/* Whether the process has more bounce buffers than it keeps, and this op, which is spare, has one. */
+bool ffs_op_is_surplus(const ffs_op *op);
 /* Verify, publish and account for an op that has landed; it is spare then. */
 void ffs_settle(ffs_engine *e, ffs_op *op);
 /* Wake those whose batches have ended since the last call. */
@@ -172,6 +177,8 @@ int ffs_op_begin(ffs_engine *e, ffs_op *op);
 /* 0 or -ENOMEM. */
 int ffs_op_map_bounce(ffs_op *op);
 void ffs_op_free(ffs_op *op);
+/* Called before the ops of an engine are used: in a forked child the parent's do not count. */
+void ffs_count_bounces(void);
 
 extern const ffs_backend ffs_backend_uring, ffs_backend_aio, ffs_backend_threads;
 #endif

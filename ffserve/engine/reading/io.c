@@ -667,6 +667,7 @@ int ffs_engine_open(ffs_engine **out, int kind, uint32_t depth, uint32_t threads
     ffs_engine *e = calloc(1, sizeof *e);
     if (!e)
         return -ENOMEM;
+    ffs_count_bounces();
     e->backend = backend;
     e->registers = kind == FFS_ENGINE_REGISTERED;
     e->arena_floor = UINT64_MAX;

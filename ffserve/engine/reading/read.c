@@ -28,6 +28,10 @@
 
 #define PAGE 4096
 
+/* Bounce buffers of all engines of the process `owner`. A forked child begins with none. */
+static _Atomic int bounces;
+static _Atomic int owner;
+
 int ffs_op_map_bounce(ffs_op *op)
 {
     if (op->bounce)
@@ -40,14 +44,29 @@ int ffs_op_map_bounce(ffs_op *op)
      * the original page; without the mapping the child cannot take it. */
     madvise(p, FFS_BOUNCE_SIZE, MADV_DONTFORK);
     op->bounce = p;
+    atomic_fetch_add_explicit(&bounces, 1, memory_order_relaxed);
     return 0;
 }
 
 void ffs_op_free(ffs_op *op)
 {
-    if (op->bounce)
-        munmap(op->bounce, FFS_BOUNCE_SIZE);
+    if (!op->bounce)
+        return;
+    munmap(op->bounce, FFS_BOUNCE_SIZE);
     op->bounce = NULL;
+    atomic_fetch_sub_explicit(&bounces, 1, memory_order_relaxed);
+}
+
+bool ffs_op_is_surplus(const ffs_op *op)
+{
+    return op->bounce && atomic_load_explicit(&bounces, memory_order_relaxed) > FFS_BOUNCES_KEPT;
+}
+
+void ffs_count_bounces(void)
+{
+    int pid = getpid();
+    if (atomic_exchange(&owner, pid) != pid)
+        atomic_store(&bounces, 0);
 }
 
 /* The extent of a read, widened to whole blocks. */

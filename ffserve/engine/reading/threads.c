@@ -24,6 +24,8 @@ static void threads_loop(ffs_engine *e, void *state)
                     result = -errno;
             } while (ffs_advance(e, op, result));
             ffs_settle(e, op);
+            if (ffs_op_is_surplus(op))
+                ffs_op_free(op);
             ffs_flush(e);
         }
     }

@@ -80,6 +80,19 @@ static bool bounce_is_bound(ffs_engine *e, buffers *b, struct io_uring *ring, co
     return true;
 }
 
+/* Give back the bounce buffer of a spare op. */
+static void give_back(ffs_engine *e, buffers *b, struct io_uring *ring, ffs_op *op)
+{
+    uint32_t number = (uint32_t)(op - e->ops);
+    if (b->bounces && b->bounces[number]) {
+        if (put(ring, number, NULL, 0))
+            return; /* the kernel still has its pages */
+        atomic_fetch_sub_explicit(&e->registered, b->bounces[number], memory_order_relaxed);
+        b->bounces[number] = 0;
+    }
+    ffs_op_free(op);
+}
+
 static void free_buffers(buffers *b)
 {
     free(b->bounces);
@@ -373,6 +386,8 @@ static void settle(ffs_engine *e, uring *u, uint32_t most)
     uint32_t count = u->landed_count < most ? u->landed_count : most;
     for (uint32_t k = 0; k < count; k++) {
         ffs_settle(e, u->landed[k]);
+        if (ffs_op_is_surplus(u->landed[k]))
+            give_back(e, &u->buffers, &u->ring, u->landed[k]);
         u->spare[u->spare_count++] = u->landed[k];
     }
     u->landed_count -= count;

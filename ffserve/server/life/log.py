@@ -46,13 +46,15 @@ def start_logging(level: str, log_format: LogFormat) -> None:
 
 
 class SameLines(logging.Filter):
-    """Lets through MOST_SAME_LINES of one text in an interval and counts the others. Threads
-    of the store log what happens to each origin and object, of which users can name any number."""
+    """Lets through MOST_SAME_LINES of one text in an interval. The next line of that text says how
+    many were left out. Threads of the store log what happens to each origin and object, of which
+    users can name any number."""
 
     def __init__(self, interval_s: float = FIRST_INTERVAL_S) -> None:
         super().__init__()
         self._interval_s = interval_s
-        self._counts: Counter[str] = Counter()
+        self._written: Counter[str] = Counter()
+        self._left_out: Counter[str] = Counter()
         self._until = 0.0
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -62,12 +64,15 @@ class SameLines(logging.Filter):
             return True
         now = time.monotonic()
         if now >= self._until:
-            left_out = self._counts[text] - MOST_SAME_LINES
-            if left_out > 0:
-                record.msg = f"{text} ({left_out} more before)"
-            self._counts, self._until = Counter(), now + self._interval_s
-        self._counts[text] += 1
-        return self._counts[text] <= MOST_SAME_LINES
+            self._written.clear()
+            self._until = now + self._interval_s
+        self._written[text] += 1
+        if self._written[text] > MOST_SAME_LINES:
+            self._left_out[text] += 1
+            return False
+        if count := self._left_out.pop(text, 0):
+            record.msg = f"{text} ({count} more before)"
+        return True
 
 
 class _TextFormatter(logging.Formatter):
