@@ -28,7 +28,7 @@ from ffserve.store.schemes.scheme import (
     listing_too_long,
     set_variables,
 )
-from ffserve.store.web import Answer, MissingError, StatusError, Web, number_of
+from ffserve.store.web import Answer, MissingError, StatusError, Web
 
 Facts: TypeAlias = dict[str, Any]
 _ERROR_SIZE = 64 << 10
@@ -102,7 +102,7 @@ class WebFiles:
         path: str,
         query: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
-        body: Callable[[], Iterable[bytes]] = tuple,
+        body: Callable[[], bytes | Iterable[bytes]] = bytes,
     ) -> Answer:
         """Return the answer to a request, which is a success. Raises: as `info`."""
         while True:
@@ -116,7 +116,7 @@ class WebFiles:
 
     def send(
         self, options: Options, method: str, path: str, query: Mapping[str, str],
-        headers: Mapping[str, str], body: Iterable[bytes],
+        headers: Mapping[str, str], body: bytes | Iterable[bytes],
     ) -> Answer:  # fmt: skip
         """Send a request, signed with these options. Raises: OSError, ValueError."""
         raise NotImplementedError
@@ -150,13 +150,11 @@ class WebFiles:
 
     def open(self, path: str, mode: str = "rb") -> Answer:
         """Return the content of a file of unknown size as a stream from its beginning."""
-        return self.ask("GET", path, headers={"Accept-Encoding": "identity"})
+        return self.ask("GET", path)
 
     def version(self, path: str, tag: str) -> OpenVersion:
         """Return a version of a file that is read by ranges. tag: "" if it has none."""
-        headers = {"Accept-Encoding": "identity"}
-        if tag and not tag.startswith("W/"):
-            headers["If-Match"] = f'"{tag}"'
+        headers = {"If-Match": f'"{tag}"'} if tag and not tag.startswith("W/") else {}
         return OpenVersion(self.ranges(path, {}, headers), shared=True)
 
     def ranges(
@@ -192,7 +190,7 @@ class WebFiles:
         return {
             "type": "file",
             "start": start,
-            "size": None if size in (None, "*") else number_of(size),
+            "size": None if size in (None, "*") else int(size),
             "ETag": headers.get("etag", ""),
             "LastModified": headers.get("last-modified", ""),
         }
@@ -325,9 +323,7 @@ class Objects(WebFiles):
 
     def xml(self, method: str, path: str, query: Mapping[str, str], body: bytes = b"") -> Any:
         """Return the XML of an answer, without its name spaces. Raises: as `info`."""
-        headers = {"Content-Length": str(len(body))} if method != "GET" else {}
-        answer = self.ask(method, path, query, headers, lambda: [body])
-        content = answer.content(MOST_PAGE_SIZE)
+        content = self.ask(method, path, query, body=lambda: body).content(MOST_PAGE_SIZE)
         root = ElementTree.fromstring(content or b"<None/>")
         for each in root.iter():
             each.tag = each.tag.rpartition("}")[2]
@@ -402,7 +398,7 @@ class Objects(WebFiles):
 
     def pipe_file(self, path: str, content: bytes) -> None:
         """Write a file. Raises: as `info`."""
-        self.put(path, len(content), lambda: [content])
+        self.put(path, len(content), lambda: content)
 
     def put_file(self, source: str, path: str) -> None:
         """Write a local file. Raises: as `info`."""
@@ -412,7 +408,7 @@ class Objects(WebFiles):
         else:
             self.put(path, size, lambda: _pieces(source, 0, size))
 
-    def put(self, path: str, size: int, body: Callable[[], Iterable[bytes]]) -> None:
+    def put(self, path: str, size: int, body: Callable[[], bytes | Iterable[bytes]]) -> None:
         """Write a file by one request. Raises: as `info`."""
         self.done(self.ask("PUT", path, headers={"Content-Length": str(size)}, body=body))
 
@@ -425,13 +421,13 @@ class Objects(WebFiles):
         """Copy a file within the origin. Raises: as `info`."""
         source = {"x-amz-copy-source": quote(f"/{name}")}
         try:
-            self.done(self.ask("PUT", target, headers={"Content-Length": "0", **source}))
+            self.done(self.ask("PUT", target, headers=source))
         except StatusError as error:
             if error.status != 400 or (size := self.head(name)["size"]) <= self.most_put_size:
                 raise
             part = "x-amz-copy-source-range"
             self.in_parts(
-                target, size, lambda a, b: (tuple, {**source, part: f"bytes={a}-{b - 1}"})
+                target, size, lambda a, b: (bytes, {**source, part: f"bytes={a}-{b - 1}"})
             )
 
     def in_parts(self, path: str, size: int, part: Callable[[int, int], Any]) -> None:
@@ -442,9 +438,9 @@ class Objects(WebFiles):
             for number, start in enumerate(range(0, size, PART_SIZE), 1):
                 end = min(start + PART_SIZE, size)
                 body, headers = part(start, end)
-                length = {"Content-Length": "0" if headers else str(end - start), **headers}
+                headers = headers or {"Content-Length": str(end - start)}
                 query = {"partNumber": str(number), "uploadId": upload}
-                answer = self.ask("PUT", path, query, length, body)
+                answer = self.ask("PUT", path, query, headers, body)
                 tag = self.done(answer) or answer.headers.get("etag", "")
                 tags += f"<Part><PartNumber>{number}</PartNumber><ETag>{tag}</ETag></Part>"
             whole = f"<CompleteMultipartUpload>{tags}</CompleteMultipartUpload>"

@@ -170,7 +170,7 @@ class AzureObjects(Objects):
 
     def send(
         self, options: Options, method: str, path: str, query: Mapping[str, str],
-        headers: Mapping[str, str], body: Iterable[bytes],
+        headers: Mapping[str, str], body: bytes | Iterable[bytes],
     ) -> Answer:  # fmt: skip
         asked = urlencode(query, quote_via=quote)
         if signature := options.get("sas_token", "").lstrip("?"):
@@ -197,7 +197,7 @@ class AzureObjects(Objects):
             self._token, self._until = found.token, found.expires_on
         return self._token
 
-    def put(self, path: str, size: int, body: Callable[[], Iterable[bytes]]) -> None:
+    def put(self, path: str, size: int, body: Callable[[], bytes | Iterable[bytes]]) -> None:
         headers = {"Content-Length": str(size), "x-ms-blob-type": "BlockBlob"}
         self.done(self.ask("PUT", path, headers=headers, body=body))
 
@@ -208,8 +208,7 @@ class AzureObjects(Objects):
         place = f"{self._address}/{quote(name, safe='/~')}"
         if signature := self.credentials.options.get("sas_token", "").lstrip("?"):
             place += f"?{signature}"
-        headers = {"x-ms-copy-source": place, "Content-Length": "0"}
-        answer = self.ask("PUT", target, headers=headers)
+        answer = self.ask("PUT", target, headers={"x-ms-copy-source": place})
         answer.close()
         state, until = answer.headers.get("x-ms-copy-status"), time.monotonic() + _COPY_S
         while state == "pending" and time.monotonic() < until:

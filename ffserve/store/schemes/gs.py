@@ -128,7 +128,7 @@ class GoogleObjects(Objects):
 
     def send(
         self, options: Options, method: str, path: str, query: Mapping[str, str],
-        headers: Mapping[str, str], body: Iterable[bytes],
+        headers: Mapping[str, str], body: bytes | Iterable[bytes],
     ) -> Answer:  # fmt: skip
         given = dict(headers)
         if "user_project" in options:
@@ -140,8 +140,7 @@ class GoogleObjects(Objects):
         return self.web.request(method, url, given, body)
 
     def _json(self, method: str, path: str, query: Mapping[str, str]) -> Any:
-        length = {"Content-Length": "0"} if method == "POST" else {}
-        return json.loads(self.ask(method, path, query, length).content(MOST_PAGE_SIZE))
+        return json.loads(self.ask(method, path, query).content(MOST_PAGE_SIZE))
 
     def page(self, bucket: str, prefix: str, delimiter: str, following: str, most: int) -> Page:
         query = {"prefix": prefix, "delimiter": delimiter, "pageToken": following}
@@ -174,7 +173,7 @@ class GoogleObjects(Objects):
 
         return OpenVersion(fetch, shared=True)
 
-    def put(self, path: str, size: int, body: Callable[[], Iterable[bytes]]) -> None:
+    def put(self, path: str, size: int, body: Callable[[], bytes | Iterable[bytes]]) -> None:
         bucket, _, key = path.partition("/")
         query = {"uploadType": "media", "name": key}
         headers = {"Content-Length": str(size), "Content-Type": "application/octet-stream"}
@@ -239,9 +238,8 @@ class _Transport:
         self, url: str, method: str = "GET", body: Any = None, headers: Any = None, **_: Any
     ) -> Any:
         content = body.encode() if isinstance(body, str) else body or b""
-        length = {"Content-Length": str(len(content))} if content else {}
         try:
-            answer = self._web.request(method, url, {**(headers or {}), **length}, [content])
+            answer = self._web.request(method, url, headers or {}, content)
             answer.data = answer.content(_TOKEN_SIZE)
         except OSError as error:
             failed = importlib.import_module("google.auth.exceptions").TransportError

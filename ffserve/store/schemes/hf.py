@@ -69,7 +69,7 @@ class Hub(Scheme):
             found.repo_id, found.path_in_repo, repo_type=found.repo_type, revision=commit,
             endpoint=system.endpoint,
         )  # fmt: skip
-        read = self._files(system).ranges(url, {}, {"Accept-Encoding": "identity"})
+        read = self._files(system).ranges(url, {}, {})
         facts = system.info(whole)  # the same for ever
 
         def fetch(start: int, end: int) -> tuple[bytes, dict[str, Any]]:

@@ -51,9 +51,10 @@ class HttpFiles(WebFiles):
 
     def send(
         self, options: Options, method: str, path: str, query: Mapping[str, str],
-        headers: Mapping[str, str], body: Iterable[bytes],
+        headers: Mapping[str, str], body: bytes | Iterable[bytes],
     ) -> Answer:  # fmt: skip
-        given = {**options.get("headers", {}), **headers}
+        # Sizes and offsets are those of the file, not of its compressed form.
+        given = {**options.get("headers", {}), "Accept-Encoding": "identity", **headers}
         parts = urlsplit(path)
         if parts.username:
             user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
@@ -61,16 +62,14 @@ class HttpFiles(WebFiles):
         return self.web.request(method, path, given, body, follow=True)
 
     def info(self, path: str) -> Facts:
-        # Sizes and offsets are those of the file, not of its compressed form.
-        plain = {"Accept-Encoding": "identity"}
         try:
-            found = self.facts(self.ask("HEAD", path, headers=plain))
+            found = self.facts(self.ask("HEAD", path))
         except StatusError as error:
             if error.status in (401, 404, 410) or error.status >= 500:
                 raise
             found = {"size": None}
         if found["size"] is None:  # such as for a URL that is signed for GET
-            answer = self.ask("GET", path, headers={**plain, "Range": "bytes=0-0"})
+            answer = self.ask("GET", path, headers={"Range": "bytes=0-0"})
             found = self.facts(answer)
             answer.read(1)
             answer.close()

@@ -116,7 +116,7 @@ class S3Objects(Objects):
 
     def send(
         self, options: Options, method: str, path: str, query: Mapping[str, str],
-        headers: Mapping[str, str], body: Iterable[bytes],
+        headers: Mapping[str, str], body: bytes | Iterable[bytes],
     ) -> Answer:  # fmt: skip
         bucket, _, key = path.partition("/")
         place = options.get("endpoint_url", ""), options.get("region", "us-east-1")
@@ -131,7 +131,7 @@ class S3Objects(Objects):
         if options.get("requester_pays"):
             given["x-amz-request-payer"] = "requester"
         if "key" in options:
-            given |= self._signed(options, region, method, url, given)
+            given |= self._signed(options, region, method, url, given, body)
         return self.web.request(method, url, given, body)
 
     def _address(self, bucket: str, style: str, endpoint: str, region: str) -> tuple[str, str]:
@@ -149,12 +149,13 @@ class S3Objects(Objects):
         return f"https://{bucket}.{host}", region
 
     def _signed(
-        self, options: Options, region: str, method: str, url: str, headers: Mapping[str, str]
-    ) -> dict[str, str]:
+        self, options: Options, region: str, method: str, url: str, headers: Mapping[str, str],
+        body: bytes | Iterable[bytes],
+    ) -> dict[str, str]:  # fmt: skip
         """Return the headers that sign a request."""
         to = address_of(url)
         stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-        content = _NOTHING if headers.get("Content-Length", "0") == "0" else "UNSIGNED-PAYLOAD"
+        content = "UNSIGNED-PAYLOAD" if body else _NOTHING
         signed = {name: text for name, text in headers.items() if name.startswith("x-amz-")}
         signed |= {"host": to.place, "x-amz-content-sha256": content, "x-amz-date": stamp}
         if "token" in options:
