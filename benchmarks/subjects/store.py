@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -41,6 +42,10 @@ from ffserve.errors import FFServeError, UsageError
 HERE = "benchmarks.subjects.store"
 RATE = 50_000_000
 """Bytes a second of the link."""
+FAST_RATE = 2_000_000_000
+"""The same where the CPU of a request is measured."""
+REQUESTS = ((4 << 10, 1000), (512 << 10, 300))
+"""Bytes of single requests, and how many of them."""
 WHOLE_SIZE, LIMITED_SIZE, MIN_SIZE = 512 * MIB, 1024 * MIB, 128 * MIB
 SHARD_COUNT = 8
 CHUNK_SIZE = 4 * MIB
@@ -235,6 +240,42 @@ def _limited(case: Case, epochs_of: Iterator[Iterable[Any]]) -> dict[str, Any]:
     return {"size": size, "seconds": seconds, "received": received(case) - before, "epochs": found}
 
 
+def requests(case: Case) -> Delivered:
+    """Read ranges of an object, one after the other, without a store."""
+    os.environ.update(case["environment"])
+    from ffserve.store.origin import RemoteFile, identify
+
+    yield from _requests(case, RemoteFile(identify(case["urls"][0])).read)
+
+
+def requests_s3fs(case: Case) -> Delivered:
+    """The same with s3fs."""
+    os.environ.update(case["environment"])
+    import s3fs
+
+    system = s3fs.S3FileSystem(config_kwargs={"retries": {"max_attempts": 1}})
+    file = system.open(case["urls"][0], "rb", cache_type="none")
+
+    def read(start: int, end: int) -> bytes:
+        file.seek(start)
+        content: bytes = file.read(end - start)
+        return content
+
+    yield from _requests(case, read)
+
+
+def _requests(case: Case, read: Callable[[int, int], bytes]) -> Iterator[Any]:
+    size, most = case["size"], os.path.getsize(case["paths"][0]) - case["size"]
+    read(0, size)
+    yield 0, 0
+    cpu, begun = time.process_time(), time.perf_counter()
+    for k in range(case["count"]):
+        start = k * 7_340_033 % most
+        assert len(read(start, start + size)) == size
+    seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu
+    yield {"count": case["count"], "size": size * case["count"], "seconds": seconds, "cpu": cpu}
+
+
 def limited(case: Case) -> Delivered:
     """Read two epochs through a store that has room for a part of the data."""
     _begin(case)
@@ -356,14 +397,21 @@ def groups(
             for size in (WHOLE_SIZE, LIMITED_SIZE)
         )
         found += [_whole(bench, whole), _quarter(bench, large, with_peers)]
+    if importlib.util.find_spec("s3fs") is None:
+        note("store/request: not measured, it needs s3fs")
+    else:
+        data = remote_data(bench.folder, sizes[-1], MIN_SIZE)
+        found += [_request(bench, data, size, count) for size, count in REQUESTS]
     return found
 
 
-def _run(bench: Bench, data: BenchmarkData, function: str, *, limit: int, **case: Any) -> Result:
+def _run(
+    bench: Bench, data: BenchmarkData, function: str, *, limit: int, rate: int = RATE, **case: Any
+) -> Result:
     """Run a contestant with an origin, a directory and, for ffserve, a daemon that are all new."""
     with contextlib.ExitStack() as stack:
         read = os.path.basename(case.get("remote", os.path.dirname(data.paths[0])))
-        served = stack.enter_context(origin(os.path.join(bench.folder, "origin"), read))
+        served = stack.enter_context(origin(os.path.join(bench.folder, "origin"), read, rate))
         # A peer's processes may write for a moment after its run.
         directory = tempfile.TemporaryDirectory(
             prefix="store-", dir=bench.folder, ignore_cleanup_errors=True
@@ -405,6 +453,36 @@ def _rate(result: Result, base: Result | None) -> float:
 
 def _again(result: Result, base: Result | None) -> float:
     return result.total("local1_s") / result.total("remote1_s")
+
+
+def _request(bench: Bench, data: BenchmarkData, size: int, count: int) -> Group:
+    prefix, shown = f"store/request/{size_label(size)}", size_label(size)
+    small = size < 64 << 10
+
+    def run(function: str) -> Callable[[], Result]:
+        return lambda: _run(bench, data, function, limit=0, rate=FAST_RATE, size=size, count=count)
+
+    rows = (
+        Row(f"{prefix}/cpu", f"ffserve, CPU of a range of {shown} / that of s3fs",
+            _of("cpu"), limit=0.12 if small else 0.3, at_most=True),
+        Row(f"{prefix}/rate", f"ffserve, ranges of {shown} a second / those of s3fs",
+            lambda result, base: 1 / _of("seconds")(result, base)),
+    )  # fmt: skip
+    return Group(
+        f"single ranges of {shown} by one thread", Yardstick("s3fs", run("requests_s3fs")),
+        (Contestant("ffserve", run("requests"), rows),),
+        lambda: make(data), {"state": "remote", "bytes": size, "batch": 1},
+    )  # fmt: skip
+
+
+def _of(name: str) -> Callable[[Result, Result | None], float]:
+    """Return what divides a figure by that of the yardstick."""
+
+    def share(result: Result, base: Result | None) -> float:
+        assert base is not None
+        return result.total(name) / base.total(name)
+
+    return share
 
 
 def _plain(bench: Bench, data: BenchmarkData) -> Yardstick:

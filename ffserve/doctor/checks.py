@@ -20,7 +20,6 @@ from ffserve.doctor.case import UNITS, Case, Finding, Process, has_unit
 from ffserve.doctor.probe import closed_part
 from ffserve.doctor.resources import Found
 from ffserve.errors import FFServeError, ProtocolError, UsageError
-from ffserve.server.files.remote import store_fault
 from ffserve.server.life.startup import common_fault, group_of, http_module
 from ffserve.system.memfd import can_map
 from ffserve.system.socket_path import SYSTEM_SOCKET, restart_if_removed
@@ -96,10 +95,6 @@ def _unusable(case: Case) -> Iterator[Finding]:
     except UsageError as error:
         install = shlex.join([sys.executable, "-m", "pip", "install", "ffserve[metrics]"])
         yield Finding("settings-unusable", "error", error.message, effect, (install,))
-    # The user of the service is another one.
-    if not runs and (missing := store_fault(config)) is not None:
-        install = shlex.join([sys.executable, "-m", "pip", "install", "ffserve[remote]"])
-        yield Finding("settings-unusable", "error", missing.message, effect, (install,))
     if not runs and _show(case.unit, "PrivateNetwork").get("PrivateNetwork") == "yes":
         yield from _without_network(case)
     elif not runs and (taken := _taken(config.http)) is not None:

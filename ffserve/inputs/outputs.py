@@ -275,7 +275,7 @@ class RemoteDirectory:
             attempts += 1
             system = self._places
             system.makedirs(end.rpartition("/")[0], exist_ok=True)
-            if type(system).mv is not importlib.import_module("fsspec").AbstractFileSystem.mv:
+            if _moves(system):
                 if attempts > 1 and not self._is_there(begin):
                     return self._is_there(end)  # it was done, only the answer was lost
                 try:
@@ -295,7 +295,7 @@ class RemoteDirectory:
     def remove(self, path: str) -> None:
         """Remove a directory and all below it, if it is there."""
         with contextlib.suppress(Exception):
-            self._places.rm(self._whole(path), recursive=True)
+            self._call(lambda: self._places.rm(self._whole(path), recursive=True))
 
     def prune(self, path: str) -> None:
         """Remove a directory below the output if it is empty; object stores have none.
@@ -308,6 +308,12 @@ class RemoteDirectory:
 
     def _whole(self, path: str) -> str:
         return f"{self._path}/{path}" if path else self._path
+
+
+def _moves(system: Any) -> bool:
+    """Whether a file system has a way of its own to move a directory, which object stores lack."""
+    own = getattr(type(system), "mv", None)
+    return own is not None and own is not importlib.import_module("fsspec").AbstractFileSystem.mv
 
 
 # ---- the job -------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ Nothing here is logged or shown. The text of an `Access` object has no secrets.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import logging
 import os
@@ -29,13 +28,14 @@ from ffserve.errors import FFServeError, ReadError, UsageError
 from ffserve.limits import MOST_ACCESS
 from ffserve.store import urls
 from ffserve.store.schemes import protocol_of, scheme_of, schemes, union
-from ffserve.store.schemes.scheme import Options, Scheme, cannot_pass
+from ffserve.store.schemes.scheme import (
+    Options,
+    Scheme,
+    cannot_pass,
+    fsspec_settings,
+    set_variables,
+)
 
-_USER_SETTINGS = (
-    "HOME", "USER", "LOGNAME", "NETRC", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "HTTP_PROXY",
-    "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY",
-)  # fmt: skip
-"""Environment variables from which packages of every scheme take settings."""
 _PROXIES = "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "FTP_PROXY"
 _LOGGERS = ("asyncio", "fsspec", "urllib3")
 """Loggers of the packages that several schemes use."""
@@ -79,22 +79,18 @@ def collect(some: Sequence[str], *, own: bool = False) -> str:
 def own_settings(some: Sequence[str]) -> str:
     """Return a digest of the settings by which this process reads URLs: variables of the
     environment, and fsspec's configuration."""
-    conf = importlib.import_module("fsspec").config.conf
+    conf = fsspec_settings()
     protocols = sorted({protocol_of(url) for url in some})
     prefixes = {each for url in some for each in scheme_of(url).settings}
-    found = {
-        name: value
-        for name, value in os.environ.items()
-        if name.upper() in _USER_SETTINGS or name.startswith(tuple(prefixes))
-    }
-    seed = repr([sorted(found.items()), [(name, conf.get(name, {})) for name in protocols]])
+    found = sorted(set_variables(prefixes).items())
+    seed = repr([found, [(name, conf.get(name, {})) for name in protocols]])
     return hashlib.blake2b(seed.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
 def _passed(some: Iterable[str]) -> Passed:
     """Return the options for URLs. Raises: ReadError: the daemon cannot have them."""
     found: Passed = {}
-    conf = importlib.import_module("fsspec").config.conf
+    conf = fsspec_settings()
     for protocol, scheme in sorted({protocol_of(url): scheme_of(url) for url in some}.items()):
         try:
             options = scheme.collect(dict(conf.get(protocol, {})))
@@ -102,6 +98,9 @@ def _passed(some: Iterable[str]) -> Passed:
             raise
         except Exception as error:  # of the packages; the reader says what it is
             raise cannot_pass(f"the access to {protocol}:// ({type(error).__name__})") from error
+        options.pop("expires", None)
+        for name in options.keys() - scheme.options.keys():
+            raise cannot_pass(f"the option {name!r} of {protocol}:// in fsspec's configuration")
         if found.setdefault(scheme.name, options) != options:
             raise cannot_pass(
                 f"an access to {protocol}:// that differs from the access to another URL of its "
@@ -118,7 +117,7 @@ def forget_own_settings() -> None:
     that the packages of the schemes would take settings from, and lead them to no file of this
     user. Most packages cannot be told to look at none of that, or look again in a part of theirs
     (to renew a token), so the process has none of it."""
-    importlib.import_module("fsspec").config.conf.clear()
+    fsspec_settings().clear()
     forgotten = tuple(union(lambda scheme: scheme.forgotten))
     for name in list(os.environ):
         if name.startswith(forgotten) or name.upper() in _PROXIES:

@@ -536,9 +536,10 @@ class Fetcher:
                 self.store.give_back(stored, block)
             if isinstance(error, FFServeError) or not isinstance(error, OSError):
                 raise
-            if not self._full:
+            with self._lock:
+                known, self._full = self._full, True
+            if not known:
                 log.warning("store: cannot write blocks, so reads pass the store: %s", error)
-            self._full = True
         else:
             self._full = False
         outcomes: list[Outcome] = [True] * done
@@ -767,7 +768,7 @@ def _limit(directory: str) -> int:
 
 def call(url: str, attempt: Callable[[], T]) -> T:
     """Return the result of a call of the origin of a URL, made again while that may help. What
-    fsspec raises in it becomes an error that names the URL. Raises: FFServeError."""
+    the packages raise in it becomes an error that names the URL. Raises: FFServeError."""
 
     def once() -> T:
         with origin.failures(url):

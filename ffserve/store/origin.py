@@ -5,9 +5,8 @@ system of a URL, which is used by its public calls (`info`, `glob`, `ls`, `find`
 version of an object, of which each read is one request.
 
 An object is identified by URL, size, ETag (or the version that its origin has instead) and
-modification time. The object is looked at again after each read, which tells whether the bytes
-belong to the version that was identified; this is not needed where reads are conditional on the
-version. So no two versions of an object are ever mixed.
+modification time. An answer to a read says to which version its bytes belong; if it does not, the
+object is looked at again after the read. So no two versions of an object are ever mixed.
 
 Nothing is written to an origin, and nothing is deleted there. Credentials are those that the
 packages find (environment, their own files), or those of an `Access` and no others. No message
@@ -18,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import glob
 import importlib
 import os
@@ -25,7 +25,7 @@ import re
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError, UsageError
@@ -33,7 +33,7 @@ from ffserve.limits import ASKED_AT_ONCE
 from ffserve.store import urls
 from ffserve.store.credentials import Access
 from ffserve.store.schemes import protocol_of, scheme_of, union
-from ffserve.store.schemes.scheme import BROKEN, Meaning, OpenVersion, Scheme
+from ffserve.store.schemes.scheme import BROKEN, Meaning, OpenVersion, Scheme, fsspec_settings
 
 _ANY = "[!\0]"
 """A question mark of a pattern, for file systems that take it for the beginning of a query."""
@@ -82,27 +82,17 @@ class ObjectVersion:
 # ---- file systems --------------------------------------------------------------------------------
 
 
-def _fsspec() -> Any:
-    try:
-        return importlib.import_module("fsspec")
-    except ImportError:
-        raise UsageError(
-            "remote files need the package fsspec", hint="pip install 'ffserve[remote]'"
-        ) from None
-
-
 def file_system(url: str, access: Access | None = None) -> tuple[Any, str]:
     """Return the file system of a URL, and the path in it.
 
     Args: access: with what it is reached; None: with what this process has.
     Raises: UsageError for an unknown protocol or a package that is missing; OriginError.
     """
-    conf = _fsspec().config.conf
     protocol, scheme = protocol_of(url), scheme_of(url)
     try:
         if access is not None and not access.own:
             return access.file_system(url)
-        return scheme.connect_own(url, conf.get(protocol, {}))
+        return scheme.connect_own(url, fsspec_settings().get(protocol, {}))
     except ImportError as error:
         raise UsageError(
             f"the protocol {protocol}:// needs a package that is missing: {error}",
@@ -124,26 +114,22 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     while current is not None and id(current) not in seen:
         seen.add(id(current))
         yield current
-        current = current.__cause__ or current.__context__
+        hidden = current.__suppress_context__
+        current = current.__cause__ or (None if hidden else current.__context__)
 
 
 def _status(error: BaseException) -> int:
-    """Return the HTTP status of an exception of aiohttp, botocore, gcsfs, requests or azure."""
-    response = getattr(error, "response", None)
-    if isinstance(response, dict):
-        response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    else:
-        response = getattr(response, "status_code", None)
-    for value in (response, getattr(error, "status", None), getattr(error, "status_code", None)):
+    """Return the HTTP status of an exception of `web.py`, requests or httpx; 0 if it has none."""
+    response = getattr(getattr(error, "response", None), "status_code", None)
+    for value in (response, getattr(error, "status", None)):
         if isinstance(value, int):
             return value
-    code = getattr(error, "code", None)
-    return code if isinstance(code, int) and 100 <= code < 600 else 0
+    return 0
 
 
 def _code(error: BaseException) -> str:
-    response = getattr(error, "response", None)
-    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
+    code = getattr(error, "code", "")
+    return code if isinstance(code, str) else ""
 
 
 def failure(error: BaseException, url: str) -> OriginError:
@@ -162,28 +148,21 @@ def failure(error: BaseException, url: str) -> OriginError:
         return OriginError(AccessDenied(message, path=where, hint=hint), again=False)
     if (meaning := scheme.meaning(text)) is not None:
         return _meant(meaning, scheme, text, where)
-    # gcsfs has no status for what is forbidden.
-    denied = "PermissionError" in names or text.startswith("Forbidden: ")
-    if status in (401, 403) or code in union(lambda each: each.denied_codes) or denied:
+    if status in (401, 403) or code in scheme.denied_codes or "PermissionError" in names:
         message = f"the origin denies access: {text}"
         hint = "check the credentials, and the rights that they have"
         return OriginError(AccessDenied(message, path=where, hint=hint), again=False)
-    if status in _BUSY or code in union(lambda each: each.busy_codes):
+    if status in _BUSY or code in scheme.busy_codes:
         kind = "is throttled or overloaded" if status in (429, 503) else "failed"
         return _later(f"the origin {kind} (status {status or code}): {text}", where)
     if status in (404, 410) or "NoSuchBucket" in code:
         what = "no such bucket" if "NoSuchBucket" in code else "no such file at the origin"
         return OriginError(MissingFile(what, path=where, hint="check the URL"), again=False)
-    if status == 412 or "FileExpired" in names or "pre-conditions" in text.lower():
+    if status in (412, 416):
         return OriginError(changed(url), again=False)
     if names & {"TimeoutError", "FSTimeoutError", "ReadTimeoutError", "ConnectTimeoutError",
                 "TimeoutException"}:  # fmt: skip
         return _later(f"the origin did not answer in time: {text}", where, answered=False)
-    if names & ({"IncompleteRead"} | union(lambda each: each.cut_errors)):
-        message = (
-            "the connection to the origin failed: the origin closed it in the middle of an answer"
-        )
-        return _later(message, where, answered=False)
     if _is_connection(chain, names):
         return _later(f"the connection to the origin failed: {text}", where, answered=False)
     if "FileNotFoundError" in names:
@@ -209,7 +188,7 @@ def _meant(meaning: Meaning, scheme: Scheme, text: str, where: str) -> OriginErr
 
 
 def _is_connection(chain: list[BaseException], names: set[str]) -> bool:
-    usual = {"ConnectionError", "EOFError", "gaierror"}
+    usual = {"ConnectionError", "EOFError", "gaierror", "SSLEOFError", "SSLZeroReturnError"}
     if names & (usual | union(lambda each: each.connection_errors)):
         return True
     closed = tuple(union(lambda each: each.closed_texts))
@@ -243,7 +222,7 @@ def changed(url: str) -> ReadError:
 
 @contextlib.contextmanager
 def failures(url: str) -> Iterator[None]:
-    """Raise exceptions of fsspec in the block as OriginErrors."""
+    """Raise exceptions of packages in the block as OriginErrors."""
     try:
         with scheme_of(url).call():
             yield
@@ -264,7 +243,12 @@ def _seconds(value: Any) -> int:
         return int(value.timestamp())
     if isinstance(value, (int, float)):
         return int(value / 1000 if value > 1 << 36 else value)  # WebHDFS counts milliseconds
-    if isinstance(value, str):
+    return _seconds_of(value) if isinstance(value, str) else 0
+
+
+@functools.lru_cache(256)
+def _seconds_of(value: str) -> int:
+    if value:
         with contextlib.suppress(ValueError, TypeError):
             return int(datetime.datetime.fromisoformat(value.replace("Z", "+00:00")).timestamp())
         from email.utils import parsedate_to_datetime
@@ -329,7 +313,7 @@ def find(
         url = url.replace("?", _ANY)
     system, path = file_system(url)
     search = _Search(system, _prefix(url, path), hidden, below)
-    with failures(given), scheme_of(url).listing(system):
+    with failures(given):
         system.invalidate_cache()
         if urls.has_magic(url):
             parts = path.split("/")
@@ -420,12 +404,11 @@ def _hidden_part(name: str, hidden: str, given: Sequence[str]) -> str | None:
 
 def _below(system: Any, path: str) -> dict[str, dict[str, Any]]:
     """Return all files below a directory. Raises: what the file system raises."""
-    spec, asyn = importlib.import_module("fsspec.spec"), importlib.import_module("fsspec.asyn")
-    kind = type(system)
-    if getattr(kind, "async_impl", False):
-        flat = kind._find is not asyn.AsyncFileSystem._find
-    else:
-        flat = kind.find is not spec.AbstractFileSystem.find
+    flat, kind = getattr(system, "flat", None), type(system)
+    if flat is None and getattr(kind, "async_impl", False):
+        flat = kind._find is not importlib.import_module("fsspec.asyn").AsyncFileSystem._find
+    elif flat is None:
+        flat = kind.find is not importlib.import_module("fsspec").AbstractFileSystem.find
     if flat:  # an object store lists all in one go
         found: dict[str, dict[str, Any]] = system.find(path, detail=True)
         return {name: facts for name, facts in found.items() if facts.get("type") != "directory"}
@@ -485,7 +468,10 @@ class RemoteFile:
         identity = self.identity
         with failures(identity.url):
             file = self._take()
-            content = file.fetch(start, end)
+            content, facts = file.fetch(start, end)
+        same = self._agrees(facts)
+        if same is False:
+            raise OriginError(changed(identity.url), again=False)
         if len(content) != end - start:
             message = (
                 f"the origin sent {len(content)} bytes for a range of {end - start} at {start}"
@@ -493,7 +479,7 @@ class RemoteFile:
             hint = "open the object again: it was truncated, or its origin ignores ranges"
             error = ReadError(message, path=urls.shown(identity.url), hint=hint)
             raise OriginError(error, again=len(content) < end - start)
-        if not file.conditional and not self._same(identify(identity.url, self._access)):
+        if same is None and not self._same(identify(identity.url, self._access)):
             raise OriginError(changed(identity.url), again=False)
         with self._lock:
             self._free.append((0 if file.shared else threading.get_ident(), file))
@@ -505,6 +491,15 @@ class RemoteFile:
         _inherited.append(self._free)
         self._free, self._pid = [], os.getpid()
         self._lock = threading.Lock()
+
+    def _agrees(self, facts: dict[str, Any] | None) -> bool | None:
+        """Whether bytes are of this version; None: what came with them does not say it."""
+        if not facts or facts["size"] is None:
+            return None
+        mine, found = self.identity, _identity(self.identity.url, facts)
+        if mine.tag and not found.tag:
+            return None
+        return self._same(found if mine.tag else replace(found, tag=""))
 
     def _same(self, found: ObjectVersion) -> bool:
         mine = self.identity
@@ -526,10 +521,7 @@ class RemoteFile:
         identity = self.identity
         system, path = file_system(identity.url, self._access)
         scheme = scheme_of(identity.url)
-        file = scheme.open(system, path, size=identity.size, tag=identity.tag)
-        if file.facts is not None and not self._same(_identity(identity.url, file.facts)):
-            raise OriginError(changed(identity.url), again=False)
-        return file
+        return scheme.open(system, path, size=identity.size, tag=identity.tag)
 
 
 _inherited: list[list[tuple[int, OpenVersion]]] = []

@@ -74,7 +74,7 @@ def test_what_one_user_announces_is_fetched_with_keys_of_that_user(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In a common place; the other user has the same objects open all the time."""
-    pytest.importorskip("s3fs")
+    pytest.importorskip("botocore")
     with http_origin() as origin, contextlib.ExitStack() as stack:
         monkeypatch.setenv("AWS_ENDPOINT_URL", origin.url)
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")

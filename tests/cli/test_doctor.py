@@ -486,9 +486,6 @@ def test_packages_that_the_settings_need(doctor: Doctor, place: Path) -> None:
     path.write_text('http = "127.0.0.1:9"\n')
     diagnosis = found(doctor("--config", path, faults=[["without", "h11"]]), "settings-unusable")
     assert "ffserve[metrics]" in diagnosis.commands("settings-unusable")
-    path.write_text(f'[store]\ndirectory = "{place}/store"\n')
-    diagnosis = found(doctor("--config", path, faults=[["without", "fsspec"]]), "settings-unusable")
-    assert "ffserve[remote]" in diagnosis.commands("settings-unusable")
 
 
 def test_a_port_for_metrics_that_is_taken(doctor: Doctor, place: Path) -> None:

@@ -225,8 +225,6 @@ class TestAwaitingTheDaemon(Awaiting):
 
 @pytest.fixture(scope="module")
 def origin() -> Iterator[HttpOrigin]:
-    pytest.importorskip("fsspec")
-    pytest.importorskip("aiohttp")
     with pytest.MonkeyPatch.context() as patch, http_origin() as running:
         for name in ("_fetchers", "_breakers", "_listed", "_threads"):
             patch.setattr(fetching, name, {})

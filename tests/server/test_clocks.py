@@ -27,7 +27,6 @@ def samples_of(seed: int) -> list[bytes]:
 @pytest.fixture
 def jumping(tmp_path: Path) -> Iterator[tuple[Daemon, Path]]:
     """A daemon with a small store, and the file that says by how much its clock is wrong."""
-    pytest.importorskip("aiohttp")
     offset = tmp_path / "offset"
     offset.write_text("0")
     store = "--store-directory", str(tmp_path / "store"), "--store-size", str(1 << 20)

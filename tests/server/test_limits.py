@@ -436,8 +436,6 @@ def origins() -> Iterator[list[HttpOrigin]]:
 
 @needs_root
 def test_origins_of_a_user(origins: list[HttpOrigin], tmp_path: Path) -> None:
-    pytest.importorskip("aiohttp")
-    pytest.importorskip("fsspec")
     store = "--store-directory", str(tmp_path / "store"), "--store-size", "1GiB"
     with lowered(*store, MOST_ORIGINS=2) as daemon:
         content = record_file(daemon)
@@ -450,8 +448,6 @@ def test_origins_of_a_user(origins: list[HttpOrigin], tmp_path: Path) -> None:
 @needs_root
 def test_remote_files_that_are_asked_for_at_once(origins: list[HttpOrigin], tmp_path: Path) -> None:
     """Requests that wait at a silent origin are counted there."""
-    pytest.importorskip("aiohttp")
-    pytest.importorskip("fsspec")
     store = "--store-directory", str(tmp_path / "store"), "--store-size", "1GiB"
     with lowered(*store, ASKED_AT_ONCE=3, BLOCK_THREADS=2) as daemon:
         content = record_file(daemon)

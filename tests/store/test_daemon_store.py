@@ -36,7 +36,6 @@ from ffserve.store.fetching import Fetcher, identity_of
 from ffserve.store.origin import ObjectVersion
 
 pytest.importorskip("fsspec")
-pytest.importorskip("aiohttp")
 
 BLOCK = 64 << 10
 PATCH = (

@@ -34,9 +34,6 @@ from ffserve.errors import (
 from ffserve.reads.fetched import GAP
 from ffserve.store import fetching, ranges
 
-pytest.importorskip("fsspec")
-pytest.importorskip("aiohttp")
-
 FORMATS = {"ffrecord": ".ffr", "tfrecord": ".tfrecord", "recordio": ".recordio"}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("ffrecord", {}), ("tfrecord", {}), ("tfrecord", {"compression": "gzip"}), ("recordio", {}),

@@ -13,8 +13,6 @@ from ffserve import example
 from ffserve.errors import ChecksumError, FormatError, MissingFile, ReadError, UsageError
 
 pa = pytest.importorskip("pyarrow")
-pytest.importorskip("fsspec")
-pytest.importorskip("aiohttp")
 
 from ffserve.arrow import hive, table_reading  # noqa: E402 - without pyarrow it cannot be imported
 from ffserve.arrow.table_reading import FilePiece, RecordTable  # noqa: E402

@@ -21,9 +21,6 @@ from ffserve.store import fetching, staging
 from ffserve.store.origin import ObjectVersion
 from ffserve.store.staging import Staging, items_of, plan_staging
 
-pytest.importorskip("fsspec")
-pytest.importorskip("aiohttp")
-
 SIZE = 9 << 20
 
 

@@ -16,9 +16,6 @@ from store_servers import reading_daemon, small_store, written
 import ffserve
 from ffserve.cli import run
 
-pytest.importorskip("fsspec")
-pytest.importorskip("aiohttp")
-
 
 @pytest.fixture(autouse=True)
 def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email.utils import formatdate
@@ -54,6 +54,8 @@ class HttpOrigin:
     """Ranges that begin at this byte or behind it are refused, if it is not 0."""
     held: set[str] = field(default_factory=set)
     """Names of files whose bodies do not begin."""
+    admits: Callable[[str], bool] = lambda _: True
+    """Whether a request with this Authorization is answered; others get status 403."""
     password: str = ""
     """The token that a request must have, if it is not empty."""
     sent: Counter[str] = field(default_factory=Counter)
@@ -144,6 +146,10 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(0.01)
         if origin.status or time.monotonic() < origin.fail_until:
             return self._refuse(origin.status or 503)
+        if not origin.admits(self.headers.get("Authorization", "")):
+            with origin._lock:
+                origin.requests["refused"] += 1
+            return self._refuse(403)
         if origin.password and f"token={origin.password}" not in self.path:
             return self._refuse(403)
         if name.endswith("/") or name == "":

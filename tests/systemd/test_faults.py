@@ -91,10 +91,6 @@ FAULTS = (
         "settings-unusable", "HTTP needs a package",
         f"{PYTHON} -m pip uninstall -q -y h11; {LISTENS}; {AGAIN}",
     ),
-    Fault(
-        "settings-unusable", "fsspec", settings('[store]\ndirectory = "/var/cache/ffserve/store"'),
-        undo=f"{PYTHON} -m pip uninstall -q -y fsspec",
-    ),
     Fault("settings-unusable", "has no network", settings(f'http = "{ADDRESS}"')),
     Fault(
         "settings-unusable", f"cannot listen on {ADDRESS} for HTTP",

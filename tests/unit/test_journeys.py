@@ -74,8 +74,6 @@ class Followed(NamedTuple):
 @pytest.fixture(scope="module")
 def followed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Followed]:
     """A daemon that is followed, with a file and a remote copy of it."""
-    pytest.importorskip("fsspec")
-    pytest.importorskip("aiohttp")
     directory = tmp_path_factory.mktemp("journeys")
     path = write(directory / "a.ffr", [sample(k, (3000,)) for k in range(COUNT)])
     journey = Journey(directory)

@@ -98,7 +98,6 @@ DOORS = {
     "limits": ("doctor", "the bounds of the daemon are compared with those of its process"),
     "server.life.daemon": ("cli", "`serve` runs it"),
     "server.life.starts": ("cli", "after failed starts the next one waits, before anything else"),
-    "server.files.remote": ("doctor", "the settings of the store are examined"),
     "server.life.startup": (
         "cli doctor",
         "the daemon's own checks at start are made, and explained",

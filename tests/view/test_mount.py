@@ -203,8 +203,6 @@ def test_samples_come_from_the_daemon(daemon: Daemon, tmp_path: Path) -> None:
 def test_samples_of_remote_files_come_through_a_daemon_that_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("aiohttp")
-    pytest.importorskip("fsspec")
     write(tmp_path / "a.ffr", SAMPLES)
     write(tmp_path / "b.rio", SAMPLES)
     with http_origin() as origin, own_daemons(tmp_path) as socket:
@@ -281,8 +279,6 @@ def test_other_users_saw_names_and_sizes_of_files_that_they_may_not_read() -> No
 
 @pytest.mark.check
 def test_remote_files_are_shown_to_nobody_else(tmp_path: Path) -> None:
-    pytest.importorskip("aiohttp")
-    pytest.importorskip("fsspec")
     (tmp_path / "place").mkdir()
     words = ["--foreground", "--allow-other", "--server", "off", tmp_path / "place"]
     with http_origin() as origin:

@@ -401,20 +401,6 @@ def identity_from(
     return ObjectVersion(url, size, tag, modified)
 
 
-def store_fault(config: ServerConfig) -> FFServeError | None:
-    """Return why the settings of the store cannot be used; None if they can, or are not set."""
-    if not config.store_directory or config.store_access == "own":
-        return None
-    try:
-        forget_own_settings()
-    except ImportError as error:
-        return UsageError(
-            f"remote files need a package that is not installed: {error.name}",
-            hint="pip install 'ffserve[remote]'",
-        )
-    return None
-
-
 def try_store(config: ServerConfig) -> None:
     """Open the store and close it. Raises: UsageError, AccessDenied, ReadError: it cannot be
     used."""

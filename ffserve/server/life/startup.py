@@ -19,7 +19,6 @@ from ffserve.config import CONFIG_PATH, ServerConfig, format_size
 from ffserve.disk.files import raise_file_limit
 from ffserve.errors import UsageError
 from ffserve.limits import LEAST_FILES, OWN_SIZE
-from ffserve.server.files.remote import store_fault
 from ffserve.server.users.access import may_read_everything
 from ffserve.system.machine_memory import usable_memory
 
@@ -92,7 +91,6 @@ def check(
         file_limit_fault(most_files),
         None if ordinary else common_fault(config),
         memory_fault(config, memory),
-        store_fault(config),
     ):
         if fault is not None:
             raise fault

@@ -1,40 +1,44 @@
-"""Azure: adlfs with the settings of a process, Azure's own package with passed credentials.
+"""Azure: containers of storage accounts. Tokens of a process are found by azure-identity.
 
-adlfs takes what it is not given from the environment and the files of its process, tries again for
-a minute by itself, and reads without conditions. So for others the daemon uses Azure's package: it
-is given everything, asks once, and each read is conditional on the ETag.
+Source: https://learn.microsoft.com/rest/api/storageservices/
 """
 
 from __future__ import annotations
 
+import base64
+import hmac
 import importlib
 import os
 import re
 import time
+from collections.abc import Callable, Iterable, Mapping
+from email.utils import formatdate
 from typing import Any, ClassVar
+from urllib.parse import quote, urlencode
 
 from ffserve.store import urls
-from ffserve.store.schemes.scheme import (
-    OpenVersion,
-    Options,
-    Scheme,
-    cannot_pass,
-    refuse_others,
-)
+from ffserve.store.schemes.scheme import Options, cannot_pass, refuse_others
+from ffserve.store.web import Answer, StatusError, Web, address_of
+from ffserve.store.web_files import Objects, Page, RenewedOptions, WebScheme, text
 
-_TOKEN_S = 3600
-"""A token of Azure counts as valid for this long here; Azure itself checks it."""
 _ACCOUNT = re.compile(r"[a-z0-9]{3,24}")
 _ACCOUNT_HOST = re.compile(r"([a-z0-9]+)\.(?:dfs|blob)\.core\.windows\.net")
+_RESOURCE = "https://storage.azure.com/.default"
+_VERSION = "2021-12-02"
+_SIGNED = (
+    "Content-Encoding", "Content-Language", "Content-Length", "Content-MD5", "Content-Type", "Date",
+    "If-Modified-Since", "If-Match", "If-None-Match", "If-Unmodified-Since", "Range",
+)  # fmt: skip
+_COPY_S = 300.0
+"""A copy within an account takes at most so long."""
 
 
-class AzureBlobs(Scheme):
+class AzureBlobs(WebScheme):
     """Containers of storage accounts of Azure."""
 
     name = "abfs"
     protocols = "abfs", "abfss", "az"
-    package = "adlfs"
-    module = "azure.storage.blob"
+    package = "azure-identity"
     loggers = "azure", "msal"
     settings = ("AZURE_",)
     forgotten = ("AZURE_",)
@@ -46,8 +50,7 @@ class AzureBlobs(Scheme):
         "account_key": ("account_name",),
         "client_secret": ("tenant_id", "client_id"),
     }
-    credential_errors = ("ClientAuthenticationError",)
-    connection_errors = "ServiceRequestError", "ServiceResponseError"
+    credential_errors = "ClientAuthenticationError", "CredentialUnavailableError"
 
     def collect(self, settings: Options) -> Options:
         names = (
@@ -63,8 +66,8 @@ class AzureBlobs(Scheme):
             named = os.environ.get("AZURE_STORAGE_ANON", "false").lower()
             anonymous = named not in ("false", "0", "f", "")
         refuse_others(settings, self)
-        if text := found.pop("connection_string"):
-            found = _connection(text)
+        if connection := found.pop("connection_string"):
+            found = _connection(connection)
         elif host:
             found["endpoint_url"] = f"https://{host}"
         if found.get("account_key"):
@@ -74,12 +77,12 @@ class AzureBlobs(Scheme):
         elif found.get("client_id") and found.get("client_secret"):
             kept = ["tenant_id", "client_id", "client_secret"]
         else:
-            kept = ["token"]
-            if not anonymous and not text:
+            kept = ["token", "expires"]
+            if not anonymous and not connection:
                 identity = importlib.import_module("azure.identity")
                 with identity.DefaultAzureCredential() as credential:
-                    token = credential.get_token("https://storage.azure.com/.default")
-                    found["token"] = token.token
+                    token = credential.get_token(_RESOURCE)
+                    found.update(token=token.token, expires=token.expires_on)
         kept += ["account_name", "endpoint_url"]
         return {name: value for name, value in found.items() if value and name in kept}
 
@@ -91,23 +94,17 @@ class AzureBlobs(Scheme):
     def place(self, url: str, origin: str, options: Options, access: str) -> str:
         return f"abfs://{_container(url)[0]}@{urls.shown(_account_address(url, options))}"
 
-    def connect(self, url: str, options: Options) -> tuple[Any, str]:
-        timeout = self.connect_s, self.silent_s
-        system = AzureObjects(options, _account_address(url, options), timeout)
-        return system, self.path_in(system, url)
+    def files(self, url: str, web: Web, credentials: RenewedOptions) -> AzureObjects:
+        address = _account_address(url, credentials.options).rstrip("/")
+        return AzureObjects(web, credentials, address)
 
     def path_in(self, system: Any, url: str) -> str:
         return "/".join(_container(url))
 
-    def open(self, system: Any, path: str, *, size: int, tag: str) -> OpenVersion:
-        if isinstance(system, AzureObjects):
-            return system.open(path, tag)
-        return super().open(system, path, size=size, tag=tag)
 
-
-def _connection(text: str) -> Options:
+def _connection(given: str) -> Options:
     """Return the options in a connection string of Azure."""
-    parts = dict(part.partition("=")[::2] for part in text.split(";") if part)
+    parts = dict(part.partition("=")[::2] for part in given.split(";") if part)
     name, suffix = parts.get("AccountName"), parts.get("EndpointSuffix", "core.windows.net")
     usual = f"{parts.get('DefaultEndpointsProtocol', 'https')}://{name}.blob.{suffix}"
     if "UseDevelopmentStorage" in parts or not (name or parts.get("BlobEndpoint")):
@@ -144,78 +141,97 @@ def _account_address(url: str, options: Options) -> str:
     return f"https://{account}.blob.core.windows.net"
 
 
-class AzureObjects:
-    """Blobs of one account by path (``CONTAINER/NAME``), with Azure's package. It has no listings,
-    since the client lists."""
+class AzureObjects(Objects):
+    """Blobs of one account; a path is ``CONTAINER/NAME``."""
 
-    async_impl = True
+    _token, _until = "", 0.0
 
-    def __init__(self, options: Options, address: str, timeout: tuple[float, float]) -> None:
-        blobs = importlib.import_module("azure.storage.blob")
-        transports = importlib.import_module("azure.core.pipeline.transport")
-        self._same = importlib.import_module("azure.core").MatchConditions.IfNotModified
-        self._service = blobs.BlobServiceClient(
-            address,
-            credential=_credential(options),
-            retry_total=0,
-            permit_redirects=False,
-            connection_timeout=timeout[0],
-            read_timeout=timeout[1],
-            transport=transports.RequestsTransport(use_env_settings=False),
-        )
+    def __init__(self, web: Web, credentials: RenewedOptions, address: str) -> None:
+        super().__init__(web, credentials)
+        self._address = address
 
-    def invalidate_cache(self) -> None:
-        """Do nothing: there is no cache."""
+    def page(self, bucket: str, prefix: str, delimiter: str, following: str, most: int) -> Page:
+        query = {"restype": "container", "comp": "list", "prefix": prefix, "delimiter": delimiter}
+        query |= {"marker": following, "maxresults": str(most or "")}
+        root = self.xml("GET", bucket, {name: value for name, value in query.items() if value})
+        files = [
+            {
+                "name": f"{bucket}/{text(each, 'Name')}",
+                "type": "file",
+                "size": int(text(each, "Properties/Content-Length")),
+                "ETag": text(each, "Properties/Etag"),
+                "LastModified": text(each, "Properties/Last-Modified"),
+            }
+            for each in root.iter("Blob")
+            if text(each, "Properties/ResourceType") != "directory"
+        ]
+        directories = [f"{bucket}/{text(each, 'Name')}" for each in root.iter("BlobPrefix")]
+        return Page(files, directories, text(root, "NextMarker"))
 
-    def _blob(self, path: str) -> Any:
-        container, _, key = path.partition("/")
-        return self._service.get_blob_client(container, key)
+    def send(
+        self, options: Options, method: str, path: str, query: Mapping[str, str],
+        headers: Mapping[str, str], body: bytes | Iterable[bytes],
+    ) -> Answer:  # fmt: skip
+        asked = urlencode(query, quote_via=quote)
+        if signature := options.get("sas_token", "").lstrip("?"):
+            asked += f"{'&' if asked else ''}{signature}"
+        url = f"{self._address}/{quote(path, safe='/~')}{'?' if asked else ''}{asked}"
+        given = {**headers, "x-ms-version": _VERSION, "x-ms-date": formatdate(usegmt=True)}
+        if "account_key" in options:
+            given["Authorization"] = _signed(options, method, url, query, given)
+        elif token := options.get("token") or self._made(options):
+            given["Authorization"] = f"Bearer {token}"
+        return self.web.request(method, url, given, body)
 
-    def info(self, path: str) -> dict[str, Any]:
-        """Return size and ETag of a blob. Raises: what the package raises."""
-        facts = self._blob(path).get_blob_properties()
-        version = {"etag": facts.etag, "last_modified": facts.last_modified}
-        return {"name": path, "type": "file", "size": facts.size, **version}
+    def _made(self, options: Options) -> str:
+        """Return a token of the application that the options name; "" if they name none."""
+        if "client_secret" not in options:
+            return ""
+        if time.time() > self._until - 60:
+            identity = importlib.import_module("azure.identity")
+            with identity.ClientSecretCredential(
+                options["tenant_id"], options["client_id"], options["client_secret"],
+                authority="login.microsoftonline.com",
+            ) as credential:  # fmt: skip
+                found = credential.get_token(_RESOURCE)
+            self._token, self._until = found.token, found.expires_on
+        return self._token
 
-    def open(self, path: str, etag: str) -> OpenVersion:
-        """Open a version of a blob; the first request is its first read."""
-        blob = self._blob(path)
+    def put(self, path: str, size: int, body: Callable[[], bytes | Iterable[bytes]]) -> None:
+        headers = {"Content-Length": str(size), "x-ms-blob-type": "BlockBlob"}
+        self.done(self.ask("PUT", path, headers=headers, body=body))
 
-        def fetch(start: int, end: int) -> bytes:
-            content: bytes = blob.download_blob(
-                offset=start, length=end - start, etag=f'"{etag}"', match_condition=self._same
-            ).readall()
-            return content
+    def in_parts(self, path: str, size: int, part: Callable[[int, int], Any]) -> None:
+        raise StatusError(413, f"a file of {size} bytes is larger than one request may be")
 
-        return OpenVersion(fetch, conditional=True, shared=True)
-
-
-class _Token:
-    """A token of Azure that a client passed."""
-
-    def __init__(self, token: str) -> None:
-        self._token = token
-
-    def get_token(self, *_scopes: str, **_options: Any) -> Any:
-        """Return it."""
-        made = importlib.import_module("azure.core.credentials").AccessToken
-        return made(self._token, int(time.time()) + _TOKEN_S)
+    def copy_file(self, name: str, target: str) -> None:
+        place = f"{self._address}/{quote(name, safe='/~')}"
+        if signature := self.credentials.options.get("sas_token", "").lstrip("?"):
+            place += f"?{signature}"
+        answer = self.ask("PUT", target, headers={"x-ms-copy-source": place})
+        answer.close()
+        state, until = answer.headers.get("x-ms-copy-status"), time.monotonic() + _COPY_S
+        while state == "pending" and time.monotonic() < until:
+            time.sleep(0.5)
+            answer = self.ask("HEAD", target)
+            state = answer.headers.get("x-ms-copy-status")
+        if state not in ("success", None):
+            raise StatusError(500, f"a copy has ended as {state}")
 
 
-def _credential(options: Options) -> Any:
-    """Return a credential made of these options alone; None if none is needed."""
-    core = importlib.import_module("azure.core.credentials")
-    if "account_key" in options:
-        return core.AzureNamedKeyCredential(options["account_name"], options["account_key"])
-    if "sas_token" in options:
-        return core.AzureSasCredential(options["sas_token"])
-    if "client_secret" in options:
-        identity = importlib.import_module("azure.identity")
-        return identity.ClientSecretCredential(
-            options["tenant_id"], options["client_id"], options["client_secret"],
-            authority="login.microsoftonline.com",
-        )  # fmt: skip
-    return _Token(options["token"]) if "token" in options else None
+def _signed(
+    options: Options, method: str, url: str, query: Mapping[str, str], headers: Mapping[str, str]
+) -> str:
+    """Return the header that signs a request with the key of an account."""
+    given = {**headers, "Content-Length": headers.get("Content-Length", "0").lstrip("0")}
+    lines = [method, *(given.get(name, "") for name in _SIGNED)]
+    lines += sorted(f"{name}:{value}" for name, value in headers.items() if name[:5] == "x-ms-")
+    path = address_of(url).path.partition("?")[0]
+    lines.append(f"/{options['account_name']}{path}")
+    lines += [f"{name.lower()}:{query[name]}" for name in sorted(query)]
+    key = base64.b64decode(options["account_key"])
+    signature = hmac.new(key, "\n".join(lines).encode(), "sha256").digest()
+    return f"SharedKey {options['account_name']}:{base64.b64encode(signature).decode()}"
 
 
 SCHEME = AzureBlobs()

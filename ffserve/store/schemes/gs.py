@@ -1,8 +1,6 @@
-"""Google Cloud Storage: gcsfs with a process's settings, Google's package with passed credentials.
+"""Google Cloud Storage, by its JSON interface; google-auth finds and makes tokens.
 
-gcsfs takes what it is not given from the environment and the files of its process, tries again for
-a minute by itself, and reads without conditions. So for others the daemon uses Google's package:
-it is given everything, asks once, and each read names the generation of the object.
+Source: https://cloud.google.com/storage/docs/json_api
 """
 
 from __future__ import annotations
@@ -10,36 +8,38 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import os
+import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
+from urllib.parse import quote, urlencode
 
+from ffserve.limits import MOST_PAGE_SIZE
 from ffserve.store import urls
-from ffserve.store.schemes.scheme import (
-    OpenVersion,
-    Options,
-    Scheme,
-    cannot_pass,
-    refuse_others,
-    restrict_session,
-)
+from ffserve.store.schemes.scheme import OpenVersion, Options, cannot_pass, refuse_others
+from ffserve.store.web import Answer, MissingError, StatusError, Web
+from ffserve.store.web_files import Facts, Objects, Page, RenewedOptions, WebScheme
 
 _ENDPOINT = "https://storage.googleapis.com"
 _TOKENS = "https://oauth2.googleapis.com/token"
-_READ_ONLY = "https://www.googleapis.com/auth/devstorage.read_only"
+_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 _EMULATOR = "STORAGE_EMULATOR_HOST"
 _SERVICE_ACCOUNT = ("client_email", "private_key", "private_key_id")
+_USER = "refresh_token", "client_id", "client_secret"
+_TOKEN_SIZE = 1 << 20
 
 
-class GoogleStorage(Scheme):
+class GoogleStorage(WebScheme):
     """Buckets of Google Cloud Storage."""
 
     name = "gs"
     protocols = "gs", "gcs"
-    package = "gcsfs"
-    module = "google.cloud.storage"
-    loggers = "gcsfs", "google"
-    settings = "GOOGLE_", "GCSFS_", "CLOUDSDK_", "STORAGE_EMULATOR_"
-    forgotten = "GCSFS_", "GOOGLE_", "STORAGE_EMULATOR_"
+    package = "google-auth"
+    module = "google.auth"
+    loggers = ("google",)
+    settings = "GOOGLE_", "CLOUDSDK_", "STORAGE_EMULATOR_"
+    forgotten = "GOOGLE_", "STORAGE_EMULATOR_"
     options: ClassVar = {
         "token": str, "refresh_token": str, "client_id": str, "client_secret": str,
         "client_email": str, "private_key": str, "private_key_id": str, "endpoint_url": str,
@@ -49,16 +49,12 @@ class GoogleStorage(Scheme):
         "refresh_token": ("client_id", "client_secret"),
         "private_key": ("client_email",),
     }
-    tags = "generation", "etag", "md5Hash"
     credential_errors = "DefaultCredentialsError", "RefreshError"
-    connection_errors = ("TransportError",)
 
     def collect(self, settings: Options) -> Options:
         token, project = settings.pop("token", None), settings.pop("project", None)
         payer = settings.pop("requester_pays", None)
-        found: Options = {
-            "endpoint_url": settings.pop("endpoint_url", None) or os.environ.get(_EMULATOR)
-        }
+        endpoint = settings.pop("endpoint_url", None) or os.environ.get(_EMULATOR)
         refuse_others(settings, self)
         if "GOOGLE_CLOUD_UNIVERSE_DOMAIN" in os.environ or (
             os.environ.get("GOOGLE_API_USE_CLIENT_CERTIFICATE", "").lower() == "true"
@@ -66,123 +62,189 @@ class GoogleStorage(Scheme):
             raise cannot_pass(
                 "this configuration of Google Cloud (another universe, or certificates)"
             )
-        if (endpoint := found["endpoint_url"]) and "://" not in endpoint:
-            found["endpoint_url"] = f"http://{endpoint}"
-        # gcsfs finds the credentials, and has them already for the listing.
-        google = importlib.import_module("fsspec").filesystem("gs").credentials
-        credentials = google.credentials
+        if endpoint and "://" not in endpoint:
+            endpoint = f"http://{endpoint}"
+        found: Options = {"endpoint_url": endpoint}
+        if token != "anon":
+            project = self._credentials(token, found) or project
         if payer:
-            found["user_project"] = payer if isinstance(payer, str) else project or google.project
-        account = _service_account(token)
-        if credentials is not None and account.get("client_email") is not None:
-            found.update({name: account.get(name) for name in _SERVICE_ACCOUNT})
-        elif getattr(credentials, "refresh_token", None) and credentials.client_secret:
-            names = "refresh_token", "client_id", "client_secret"
-            found.update({name: getattr(credentials, name) for name in names})
-        elif credentials is not None:
-            google.maybe_refresh()
-            found["token"] = credentials.token
+            found["user_project"] = payer if isinstance(payer, str) else project
         return {name: value for name, value in found.items() if value}
+
+    def _credentials(self, token: Any, found: Options) -> str | None:
+        """Add the credentials of this process to options; return the project that they name."""
+        if isinstance(token, str) and os.path.exists(token):
+            with open(token, encoding="utf-8") as file:
+                token = json.load(file)
+        if isinstance(token, str) and token != "google_default":
+            found["token"] = token
+            return None
+        auth = importlib.import_module("google.auth")
+        if isinstance(token, dict):
+            credentials, project = auth.load_credentials_from_dict(token, scopes=[_SCOPE])
+        else:
+            try:
+                credentials, project = auth.default(scopes=[_SCOPE], request=_Transport(self._web))
+            except auth.exceptions.DefaultCredentialsError:
+                return None  # what is public needs none
+        if getattr(credentials, "refresh_token", None) and credentials.client_secret:
+            found.update({name: getattr(credentials, name) for name in _USER})
+        elif (account := _service_account(token)).get("private_key"):
+            found.update({name: account.get(name) for name in _SERVICE_ACCOUNT})
+        else:
+            credentials.refresh(_Transport(self._web))
+            found["token"] = credentials.token
+            if credentials.expiry is not None:
+                found["expires"] = _seconds(credentials)
+        return str(project) if project else None
+
+    @property
+    def _web(self) -> Web:
+        return Web(self.connect_s, self.silent_s, proxies=True)
 
     def place(self, url: str, origin: str, options: Options, access: str) -> str:
         endpoint = options.get("endpoint_url")
         return f"{origin}@{urls.shown(endpoint)}" if endpoint else origin
 
-    def connect(self, url: str, options: Options) -> tuple[Any, str]:
-        system = GoogleObjects(options, (self.connect_s, self.silent_s))
-        return system, self.path_in(system, url)
-
-    def path_in(self, system: Any, url: str) -> str:
-        return url.partition("://")[2]
-
-    def open(self, system: Any, path: str, *, size: int, tag: str) -> OpenVersion:
-        if isinstance(system, GoogleObjects):
-            return system.open(path, tag)
-        return super().open(system, path, size=size, tag=tag)
+    def files(self, url: str, web: Web, credentials: RenewedOptions) -> GoogleObjects:
+        return GoogleObjects(web, credentials)
 
 
 def _service_account(token: Any) -> dict[str, Any]:
-    """Return the key of a service account that gcsfs takes; {} if it takes none."""
-    if token in (None, "google_default"):
-        token = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
-    if isinstance(token, str) and os.path.exists(token):
-        with contextlib.suppress(OSError, ValueError), open(token, encoding="utf-8") as file:
+    """Return the key of a service account that this process uses; {} if it uses none."""
+    place = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
+    if not isinstance(token, dict) and place:
+        with contextlib.suppress(OSError, ValueError), open(place, encoding="utf-8") as file:
             token = json.load(file)
     known = isinstance(token, dict) and token.get("type") == "service_account"
     return token if known else {}
 
 
-class GoogleObjects:
-    """Objects by path (``BUCKET/NAME``), with Google's package. It has no listings, since the
-    client lists."""
+class GoogleObjects(Objects):
+    """Buckets of Google Cloud Storage. The version of an object is its generation."""
 
-    async_impl = False
+    most_put_size = math.inf
+    _token, _until = "", 0.0
 
-    def __init__(self, options: Options, timeout: tuple[float, float]) -> None:
-        storage = importlib.import_module("google.cloud.storage")
-        requests = importlib.import_module("google.auth.transport.requests")
-        credentials = _credentials(options)
-        # A session of our own takes neither client certificates nor ~/.netrc of this user.
-        session = requests.AuthorizedSession(credentials)
-        restrict_session(session)
-        self._client = storage.Client(
-            project="none",
-            credentials=credentials,
-            _http=session,
-            client_options={"api_endpoint": options.get("endpoint_url", _ENDPOINT)},
-        )
-        self._payer = options.get("user_project")
-        self._how = {"timeout": timeout, "retry": None}
+    def send(
+        self, options: Options, method: str, path: str, query: Mapping[str, str],
+        headers: Mapping[str, str], body: bytes | Iterable[bytes],
+    ) -> Answer:  # fmt: skip
+        given = dict(headers)
+        if "user_project" in options:
+            query = {**query, "userProject": options["user_project"]}
+        if token := options.get("token") or self._made(options):
+            given["Authorization"] = f"Bearer {token}"
+        endpoint = options.get("endpoint_url", _ENDPOINT).rstrip("/")
+        url = f"{endpoint}{path}{'?' if query else ''}{urlencode(query, quote_via=quote)}"
+        return self.web.request(method, url, given, body)
 
-    def invalidate_cache(self) -> None:
-        """Do nothing: there is no cache."""
+    def _json(self, method: str, path: str, query: Mapping[str, str]) -> Any:
+        return json.loads(self.ask(method, path, query).content(MOST_PAGE_SIZE))
 
-    def _bucket(self, path: str) -> tuple[Any, str]:
-        name, _, key = path.partition("/")
-        return self._client.bucket(name, user_project=self._payer), key
+    def page(self, bucket: str, prefix: str, delimiter: str, following: str, most: int) -> Page:
+        query = {"prefix": prefix, "delimiter": delimiter, "pageToken": following}
+        query["maxResults"] = str(most or "")
+        asked = {name: text for name, text in query.items() if text}
+        found = self._json("GET", f"{_place(bucket)}/o", asked)
+        files = [
+            {"name": f"{bucket}/{each['name']}", **_facts(each)} for each in found.get("items", ())
+        ]
+        directories = [f"{bucket}/{each}" for each in found.get("prefixes", ())]
+        return Page(files, directories, found.get("nextPageToken", ""))
 
-    def info(self, path: str) -> dict[str, Any]:
-        """Return size and generation of an object. Raises: what the package raises."""
-        bucket, key = self._bucket(path)
-        blob = bucket.get_blob(key, **self._how)
-        if blob is None:
-            raise FileNotFoundError(path)
-        version = {"generation": str(blob.generation), "updated": blob.updated}
-        return {"name": path, "type": "file", "size": blob.size, **version}
+    def head(self, path: str) -> Facts:
+        return _facts(self._json("GET", _place(path), {}))
 
-    def open(self, path: str, generation: str) -> OpenVersion:
-        """Open a generation of an object; the first request is its first read."""
-        bucket, key = self._bucket(path)
-        blob = bucket.blob(key, generation=int(generation))
-        failures = importlib.import_module("google.api_core.exceptions")
+    def facts(self, answer: Answer) -> Facts:
+        return {**super().facts(answer), "ETag": answer.headers.get("x-goog-generation", "")}
 
-        def fetch(start: int, end: int) -> bytes:
-            how = {"raw_download": True, "checksum": None, **self._how}
+    def version(self, path: str, tag: str) -> OpenVersion:
+        # Else the origin would decompress what was stored compressed.
+        coding = {"Accept-Encoding": "gzip"}
+        read = self.ranges(_place(path), {"alt": "media", "generation": tag}, coding)
+
+        def fetch(start: int, end: int) -> tuple[bytes, Facts | None]:
             try:
-                content: bytes = blob.download_as_bytes(start=start, end=end - 1, **how)
-            except failures.NotFound as error:  # the object was replaced or deleted
-                raise failures.PreconditionFailed(
-                    "the origin no longer has this generation of the object"
-                ) from error
-            return content
+                return read(start, end)
+            except MissingError as error:
+                message = "the origin no longer has this generation of the object"
+                raise StatusError(412, message) from error
 
-        return OpenVersion(fetch, conditional=True)
+        return OpenVersion(fetch, shared=True)
+
+    def put(self, path: str, size: int, body: Callable[[], bytes | Iterable[bytes]]) -> None:
+        bucket, _, key = path.partition("/")
+        query = {"uploadType": "media", "name": key}
+        headers = {"Content-Length": str(size), "Content-Type": "application/octet-stream"}
+        self.done(self.ask("POST", f"/upload{_place(bucket)}/o", query, headers, body))
+
+    def copy_file(self, name: str, target: str) -> None:
+        place = f"{_place(name)}/rewriteTo{_place(target).removeprefix('/storage/v1')}"
+        found = self._json("POST", place, {})
+        while not found["done"]:
+            found = self._json("POST", place, {"rewriteToken": found["rewriteToken"]})
+
+    def delete(self, path: str) -> None:
+        self.done(self.ask("DELETE", _place(path)))
+
+    def _made(self, options: Options) -> str:
+        """Return a token that is made of these options alone; "" if they have none."""
+        if not options.keys() & {"private_key", "refresh_token"}:
+            return ""
+        if time.time() > self._until - 60:
+            if "private_key" in options:
+                kind = importlib.import_module("google.oauth2.service_account").Credentials
+                given = {name: options[name] for name in _SERVICE_ACCOUNT if name in options}
+                made = kind.from_service_account_info(
+                    {"type": "service_account", "token_uri": _TOKENS, **given}, scopes=[_SCOPE]
+                )
+            else:
+                kind = importlib.import_module("google.oauth2.credentials").Credentials
+                given = {name: options[name] for name in _USER}
+                made = kind(None, token_uri=_TOKENS, **given)
+            made.refresh(_Transport(self.web))
+            self._token, self._until = made.token, _seconds(made)
+        return self._token
 
 
-def _credentials(options: Options) -> Any:
-    """Return credentials that are made of these options alone."""
-    if "private_key" in options:
-        service = importlib.import_module("google.oauth2.service_account")
-        given = {name: options[name] for name in _SERVICE_ACCOUNT if name in options}
-        return service.Credentials.from_service_account_info(
-            {"type": "service_account", "token_uri": _TOKENS, **given}, scopes=[_READ_ONLY]
-        )
-    if "token" in options or "refresh_token" in options:
-        names = "refresh_token", "client_id", "client_secret"
-        given = {name: options[name] for name in names if name in options}
-        oauth2 = importlib.import_module("google.oauth2.credentials")
-        return oauth2.Credentials(options.get("token"), token_uri=_TOKENS, **given)
-    return importlib.import_module("google.auth.credentials").AnonymousCredentials()
+def _place(path: str) -> str:
+    """Return the path of a bucket or object in requests."""
+    bucket, slash, key = path.partition("/")
+    place = f"/storage/v1/b/{quote(bucket, safe='')}"
+    return f"{place}/o/{quote(key, safe='')}" if slash else place
+
+
+def _facts(found: dict[str, Any]) -> Facts:
+    """Return what an origin says of an object."""
+    facts = {"size": int(found["size"]), "ETag": found["generation"]}
+    return {"type": "file", **facts, "LastModified": found["updated"]}
+
+
+def _seconds(credentials: Any) -> float:
+    """Return when credentials of google-auth expire, in seconds since 1970."""
+    import calendar
+
+    return float(calendar.timegm(credentials.expiry.timetuple()))
+
+
+class _Transport:
+    """How google-auth sends requests for tokens."""
+
+    def __init__(self, web: Web) -> None:
+        self._web = web
+
+    def __call__(
+        self, url: str, method: str = "GET", body: Any = None, headers: Any = None, **_: Any
+    ) -> Any:
+        content = body.encode() if isinstance(body, str) else body or b""
+        try:
+            answer = self._web.request(method, url, headers or {}, content)
+            answer.data = answer.content(_TOKEN_SIZE)
+        except OSError as error:
+            failed = importlib.import_module("google.auth.exceptions").TransportError
+            raise failed(error) from error
+        return answer
 
 
 SCHEME = GoogleStorage()

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub, with huggingface_hub: files are read at a commit, which never changes."""
+"""The Hugging Face Hub: huggingface_hub lists, files are read at a commit, which never changes."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import importlib
 from typing import Any, ClassVar
 
 from ffserve.store import urls
+from ffserve.store.schemes.http import HttpFiles
 from ffserve.store.schemes.scheme import (
     OpenVersion,
     Options,
     Scheme,
-    file_of,
     new_file_system,
-    opened,
+    open_file,
     refuse_others,
     without_none,
 )
+from ffserve.store.web import Web
+from ffserve.store.web_files import RenewedOptions
 
 _ENDPOINT = "https://huggingface.co"
 
@@ -57,13 +59,34 @@ class Hub(Scheme):
         hub = importlib.import_module("huggingface_hub")
         found = system.resolve_path(path)
         if not hasattr(found, "repo_id"):  # a bucket, which has no commits
-            return opened(file_of(system, path))
+            return open_file(system, path)
         api = hub.HfApi(endpoint=system.endpoint, token=system.token)
         asked = {"repo_type": found.repo_type, "revision": found.revision, "timeout": self.silent_s}
         commit = api.repo_info(found.repo_id, **asked).sha
         before = hub.constants.REPO_TYPES_URL_PREFIXES.get(found.repo_type, "")
-        file = file_of(system, f"{before}{found.repo_id}@{commit}/{found.path_in_repo}")
-        return opened(file, conditional=True, facts=file.details)
+        whole = f"{before}{found.repo_id}@{commit}/{found.path_in_repo}"
+        url = hub.hf_hub_url(
+            found.repo_id, found.path_in_repo, repo_type=found.repo_type, revision=commit,
+            endpoint=system.endpoint,
+        )  # fmt: skip
+        read = self._files(system).ranges(url, {}, {})
+        facts = system.info(whole)  # the same for ever
+
+        def fetch(start: int, end: int) -> tuple[bytes, dict[str, Any]]:
+            return read(start, end)[0], facts
+
+        return OpenVersion(fetch, shared=True)
+
+    def _files(self, system: Any) -> HttpFiles:
+        """Return what reads for a file system of the package, which keeps it."""
+        found: HttpFiles | None = vars(system).get("ffserve_files")
+        if found is None:
+            hub = importlib.import_module("huggingface_hub")
+            token = hub.get_token() if system.token in (None, True) else system.token
+            headers = {"headers": {"Authorization": f"Bearer {token}"}} if token else {}
+            found = HttpFiles(Web(self.connect_s, self.silent_s), RenewedOptions(headers))
+            vars(system)["ffserve_files"] = found
+        return found
 
 
 SCHEME = Hub()

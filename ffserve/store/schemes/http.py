@@ -1,87 +1,93 @@
-"""Web servers, with aiohttp. They may ignore conditions, so reads do not count as conditional."""
+"""Web servers. A directory is a page of links; servers that ignore conditions are noticed."""
 
 from __future__ import annotations
 
-import functools
-import importlib
+import re
+from base64 import b64encode
+from collections.abc import Iterable, Iterator, Mapping
+from html import unescape
 from typing import Any, ClassVar
+from urllib.parse import unquote, urljoin, urlsplit
 
 from ffserve.limits import MOST_PAGE_SIZE
-from ffserve.store.schemes.scheme import (
-    OpenVersion,
-    Options,
-    Scheme,
-    listing_too_long,
-    new_file_system,
-    open_file,
-    refuse_others,
-    traced_redirects,
-)
+from ffserve.store.schemes.scheme import Options, listing_too_long, refuse_others, without_none
+from ffserve.store.web import Answer, StatusError, Web
+from ffserve.store.web_files import Facts, RenewedOptions, WebFiles, WebScheme
+
+_LINK = re.compile(r"""<a\s(?:[^>]*?\s)?href=["']([^"']+)""", re.IGNORECASE)
 
 
-class Http(Scheme):
+class Http(WebScheme):
     """Files of web servers."""
 
     name = "http"
     protocols = "http", "https"
     has_query = True
-    package = module = "aiohttp"
-    loggers = ("aiohttp",)
+    trusts = False
     settings = ("HTTP",)
     options: ClassVar = {"headers": dict}
-    connection_errors = "ClientConnectionError", "ClientPayloadError"
-    cut_errors = "ContentLengthError", "TransferEncodingError"
 
     def collect(self, settings: Options) -> Options:
         headers = {**settings.pop("headers", {})}
         client = dict(settings.pop("client_kwargs", {}))
         headers.update(client.pop("headers", {}))
+        trust = client.pop("trust_env", None)
         refuse_others({**settings, **client}, self)
-        return {"headers": headers} if headers else {}
+        return without_none({"headers": headers or None, "trust_env": trust})
 
     def place(self, url: str, origin: str, options: Options, access: str) -> str:
         # With headers an origin may answer for another name, or for another user.
         return f"{origin} with headers {access}" if options.get("headers") else origin
 
-    def connect(self, url: str, options: Options) -> tuple[Any, str]:
-        client: Options = {"timeout": self._timeout(), "trust_env": False}
-        client["trace_configs"] = [traced_redirects()]
-        if options.get("headers"):
-            client["headers"] = options["headers"]
-        return new_file_system(url, client_kwargs=client)
+    def files(self, url: str, web: Web, credentials: RenewedOptions) -> WebFiles:
+        return HttpFiles(web, credentials)
 
-    def defaults(self, settings: Options) -> Options:
-        return {"client_kwargs": {"timeout": self._timeout(), "response_class": _response_class()}}
-
-    def open(self, system: Any, path: str, *, size: int, tag: str) -> OpenVersion:
-        # Offsets are those of the file, not of its compressed form.
-        headers = {**system.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
-        if tag and not tag.startswith("W/"):
-            headers["If-Match"] = f'"{tag}"'
-        return open_file(system, path, size=size, headers=headers)
-
-    def _timeout(self) -> Any:
-        kind = importlib.import_module("aiohttp").ClientTimeout
-        return kind(total=None, sock_connect=self.connect_s, sock_read=self.silent_s)
+    def path_in(self, system: Any, url: str) -> str:
+        return url
 
 
-@functools.cache
-def _response_class() -> Any:
-    """Return the answers of aiohttp, of which pages (listings) have a largest size."""
-    usual = importlib.import_module("aiohttp").ClientResponse
+class HttpFiles(WebFiles):
+    """Files of web servers; a path is a URL."""
 
-    class Answer(usual):  # type: ignore[misc, valid-type]
-        async def text(self, encoding: str | None = None, errors: str = "strict") -> str:
-            parts, size = [], 0
-            while part := await self.content.readany():
-                parts.append(part)
-                size += len(part)
-                if size > MOST_PAGE_SIZE:
-                    self.close()
-                    raise listing_too_long(f"its files in more than {MOST_PAGE_SIZE >> 20} MiB")
-            return b"".join(parts).decode(encoding or self.charset or "utf-8", errors)
+    def send(
+        self, options: Options, method: str, path: str, query: Mapping[str, str],
+        headers: Mapping[str, str], body: bytes | Iterable[bytes],
+    ) -> Answer:  # fmt: skip
+        # Sizes and offsets are those of the file, not of its compressed form.
+        given = {**options.get("headers", {}), "Accept-Encoding": "identity", **headers}
+        parts = urlsplit(path)
+        if parts.username:
+            user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            given.setdefault("Authorization", f"Basic {b64encode(user.encode()).decode()}")
+        return self.web.request(method, path, given, body, follow=True)
 
-    return Answer
+    def info(self, path: str) -> Facts:
+        try:
+            found = self.facts(self.ask("HEAD", path))
+        except StatusError as error:
+            if error.status in (401, 404, 410) or error.status >= 500:
+                raise
+            found = {"size": None}
+        if found["size"] is None:  # such as for a URL that is signed for GET
+            answer = self.ask("GET", path, headers={"Range": "bytes=0-0"})
+            found = self.facts(answer)
+            answer.read(1)
+            answer.close()
+        return {"name": path, **found}
+
+    def entries(self, path: str, begin: str = "") -> Iterator[Facts]:
+        address, mark, query = path.partition("?")
+        base = f"{address.rstrip('/')}/"
+        answer = self.ask("GET", base + mark + query)
+        try:
+            page = answer.content(MOST_PAGE_SIZE).decode("utf-8", "replace")
+        except ValueError:
+            raise listing_too_long(f"its files in more than {MOST_PAGE_SIZE >> 20} MiB") from None
+        for link in map(unescape, _LINK.findall(page)):
+            name = urljoin(base, link).partition("#")[0]
+            if name.startswith(base) and name != base and "?" not in name:
+                kind = "directory" if name.endswith("/") else "file"
+                yield {"name": name, "type": kind, "size": None}
 
 
 SCHEME = Http()

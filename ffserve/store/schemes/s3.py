@@ -1,46 +1,42 @@
-"""S3 and compatible stores, with s3fs: each read is conditional on the ETag."""
+"""S3 and compatible stores: requests are signed here (Signature Version 4), botocore finds the
+credentials of a process.
+
+Source: https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_sigv-create-signed-request.html
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import hashlib
+import hmac
 import importlib
-import inspect
 import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
+from urllib.parse import quote
 
-from ffserve.limits import MOST_LISTED
 from ffserve.store import urls
-from ffserve.store.schemes.scheme import (
-    OpenVersion,
-    Options,
-    Scheme,
-    cannot_pass,
-    file_of,
-    listing_too_long,
-    new_file_system,
-    opened,
-    refuse_others,
-    traced_redirects,
-    without_none,
-)
+from ffserve.store.schemes.scheme import Options, cannot_pass, refuse_others, without_none
+from ffserve.store.web import Answer, Web, address_of
+from ffserve.store.web_files import Objects, RenewedOptions, WebScheme
 
 _REGION = re.compile(r"[a-z0-9-]{1,64}")
-_LEAST_OF_PAGE = 250
-"""A page of a listing counts as this many files at least: pages may be empty for ever."""
 _USUAL_REGION = re.compile(r"(af|ap|ca|eu|il|me|mx|sa|us)-(?!gov|iso)[a-z]+-\d+")
 """Regions that share one name space of buckets. In others a bucket of the same name is another."""
+_RENEWED_S = 600.0
+"""Credentials of services are valid for longer, after botocore has looked at them."""
+_NOTHING = hashlib.sha256(b"").hexdigest()
 
 
-class S3(Scheme):
+class S3(WebScheme):
     """Buckets of Amazon S3, or of an endpoint that speaks its protocol."""
 
     name = "s3"
     protocols = "s3", "s3a"
-    package = module = "s3fs"
-    loggers = "aiobotocore", "boto3", "botocore", "s3fs"
+    package = "botocore"
+    loggers = ("botocore",)
     settings = ("AWS_",)
     forgotten = ("AWS_",)
     own_files = "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"
@@ -54,10 +50,6 @@ class S3(Scheme):
     )  # fmt: skip
     denied_codes = "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "AccessDenied"
     busy_codes = "SlowDown", "ServiceUnavailable", "RequestTimeout", "Throttling", "InternalError"
-    connection_errors = (
-        "EndpointConnectionError", "IncompleteReadError", "ResponseStreamingError",
-        "ConnectionClosedError",
-    )  # fmt: skip
 
     def collect(self, settings: Options) -> Options:
         botocore = importlib.import_module("botocore.session")
@@ -74,6 +66,7 @@ class S3(Scheme):
             "region": client.pop("region_name", None) or session.get_config_variable("region"),
             "requester_pays": settings.pop("requester_pays", None),
             "addressing_style": (scoped.get("s3") or {}).get("addressing_style"),
+            "verify": client.pop("verify", None),
         }
         if found["endpoint_url"] is None:
             names = "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"
@@ -81,16 +74,18 @@ class S3(Scheme):
             found["endpoint_url"] = next(named, scoped.get("endpoint_url"))
         anonymous = settings.pop("anon", False)
         refuse_others({**settings, **client}, self)
-        encrypted = not str(found["endpoint_url"]).startswith("http://")
-        own = encrypted and (os.environ.get("AWS_CA_BUNDLE") or scoped.get("ca_bundle"))
-        if "services" in scoped or own:
-            raise cannot_pass("this configuration of S3 (services, or certificates of its own)")
+        if found["verify"] is None and not str(found["endpoint_url"]).startswith("http://"):
+            found["verify"] = os.environ.get("AWS_CA_BUNDLE") or scoped.get("ca_bundle")
+        if "services" in scoped:
+            raise cannot_pass("a configuration of S3 with services")
         if found["key"] is None and not anonymous:
             credentials = session.get_credentials()
             if credentials is None:
-                raise cannot_pass("the access to S3 without credentials")
+                raise importlib.import_module("botocore.exceptions").NoCredentialsError
             frozen = credentials.get_frozen_credentials()
             found.update(key=frozen.access_key, secret=frozen.secret_key, token=frozen.token)
+            if hasattr(credentials, "refresh_needed"):
+                found["expires"] = time.time() + _RENEWED_S
         return without_none(found)
 
     def is_valid(self, name: str, value: Any) -> bool:
@@ -106,86 +101,87 @@ class S3(Scheme):
         region = options.get("region", "")
         return origin if not region or _USUAL_REGION.fullmatch(region) else f"{origin}@{region}"
 
-    def connect(self, url: str, options: Options) -> tuple[Any, str]:
-        config: dict[str, Any] = {**self._config(), "ignore_configured_endpoint_urls": True}
-        if (session := _session_class()) is not None:
-            config["http_session_cls"] = session
-        if style := options.get("addressing_style"):
-            config["s3"] = {"addressing_style": style}
-        made: dict[str, Any] = {"config_kwargs": config, "anon": "key" not in options}
-        for name in ("key", "secret", "token", "endpoint_url", "requester_pays"):
-            if name in options:
-                made[name] = options[name]
-        if region := options.get("region"):
-            made["client_kwargs"] = {"region_name": region}
-        system, path = new_file_system(url, **made)
-        system.retries = 1
-        return system, path
-
-    def connect_own(self, url: str, settings: Options) -> tuple[Any, str]:
-        system, path = super().connect_own(url, settings)
-        system.retries = 1  # s3fs's own: the store waits and tries again by itself
-        return system, path
-
-    def defaults(self, settings: Options) -> Options:
-        return {"config_kwargs": self._config()}
-
-    def _config(self) -> dict[str, Any]:
-        return {
-            "connect_timeout": self.connect_s,
-            "read_timeout": self.silent_s,
-            "retries": {"max_attempts": 1},
-            "max_pool_connections": 64,
-        }
-
-    @contextlib.contextmanager
-    def listing(self, system: Any) -> Iterator[None]:
-        count, before = 0, None
-
-        def came(parsed: Options, **_: Any) -> None:
-            nonlocal count, before
-            count += max(int(parsed.get("KeyCount") or 0), _LEAST_OF_PAGE)
-            token = parsed.get("NextContinuationToken")
-            if token is not None and token == before:
-                raise listing_too_long("the same page again and again")
-            before = token
-            if count > MOST_LISTED:
-                raise listing_too_long(f"more than {MOST_LISTED} files")
-
-        name, events = "after-call.s3.ListObjectsV2", system.s3.meta.events
-        events.register(name, came)
-        try:
-            yield
-        finally:
-            events.unregister(name, came)
-
-    def open(self, system: Any, path: str, *, size: int, tag: str) -> OpenVersion:
-        file = file_of(system, path)
-        # Every read is conditional on the version that was opened just now.
-        conditional = bool(getattr(file, "req_kw", {}).get("IfMatch"))
-        facts = getattr(file, "details", None) or None
-        return opened(file, conditional=conditional, facts=facts)
+    def files(self, url: str, web: Web, credentials: RenewedOptions) -> S3Objects:
+        return S3Objects(web, credentials)
 
 
-@functools.cache
-def _session_class() -> Any:
-    """Return the sessions of aiobotocore, which follow redirects, with few headers to others; None:
-    this release of it takes no other ones."""
-    config = importlib.import_module("aiobotocore.config").AioConfig
-    usual = importlib.import_module("aiobotocore.httpsession").AIOHTTPSession
-    if "http_session_cls" not in inspect.signature(config).parameters:
-        return None
+class S3Objects(Objects):
+    """Buckets of S3; the first request to a bucket of Amazon asks for its region."""
 
-    class StrictSession(usual):  # type: ignore[misc, valid-type]
-        async def _get_session(self, *given: Any) -> Any:
-            session = await super()._get_session(*given)
-            if not session.trace_configs:
-                traced = traced_redirects()
-                traced.freeze()
-                session.trace_configs.append(traced)
-            return session
+    def __init__(self, web: Web, credentials: RenewedOptions) -> None:
+        super().__init__(web, credentials)
+        self._addresses: dict[tuple[str, ...], tuple[str, str]] = {}
+        self._key: tuple[tuple[str, ...], bytes] = (), b""
+        """What the last key for signatures was made of, and the key."""
 
-    return StrictSession
+    def send(
+        self, options: Options, method: str, path: str, query: Mapping[str, str],
+        headers: Mapping[str, str], body: bytes | Iterable[bytes],
+    ) -> Answer:  # fmt: skip
+        bucket, _, key = path.partition("/")
+        place = options.get("endpoint_url", ""), options.get("region", "us-east-1")
+        asked = bucket, options.get("addressing_style", "auto"), *place
+        if asked not in self._addresses:
+            self._addresses[asked] = self._address(*asked)
+        address, region = self._addresses[asked]
+        names = sorted(query)
+        text = "&".join(f"{quote(name, safe='')}={quote(query[name], safe='')}" for name in names)
+        url = f"{address}/{quote(key, safe='/~')}{'?' if text else ''}{text}"
+        given = dict(headers)
+        if options.get("requester_pays"):
+            given["x-amz-request-payer"] = "requester"
+        if "key" in options:
+            given |= self._signed(options, region, method, url, given, body)
+        return self.web.request(method, url, given, body)
+
+    def _address(self, bucket: str, style: str, endpoint: str, region: str) -> tuple[str, str]:
+        """Return the URL of a bucket, and its region."""
+        if endpoint:
+            begin, _, host = endpoint.rstrip("/").partition("://")
+            virtual = style == "virtual"
+            return f"{begin}://{f'{bucket}.{host}' if virtual else f'{host}/{bucket}'}", region
+        if _USUAL_REGION.fullmatch(region):
+            answer = self.web.request("HEAD", f"https://s3.{region}.amazonaws.com/{bucket}", {})
+            region = answer.headers.get("x-amz-bucket-region", region)
+        host = f"s3.{region}.amazonaws.com{'.cn' if region.startswith('cn-') else ''}"
+        if style == "path" or "." in bucket:  # no certificate has names with more dots
+            return f"https://{host}/{bucket}", region
+        return f"https://{bucket}.{host}", region
+
+    def _signed(
+        self, options: Options, region: str, method: str, url: str, headers: Mapping[str, str],
+        body: bytes | Iterable[bytes],
+    ) -> dict[str, str]:  # fmt: skip
+        """Return the headers that sign a request."""
+        to = address_of(url)
+        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        content = "UNSIGNED-PAYLOAD" if body else _NOTHING
+        signed = {name: text for name, text in headers.items() if name.startswith("x-amz-")}
+        signed |= {"host": to.place, "x-amz-content-sha256": content, "x-amz-date": stamp}
+        if "token" in options:
+            signed["x-amz-security-token"] = options["token"]
+        names = sorted(signed)
+        listed = ";".join(names)
+        path, _, query = to.path.partition("?")
+        lines = "".join(f"{name}:{signed[name]}\n" for name in names)
+        digest = hashlib.sha256(
+            f"{method}\n{path}\n{query}\n{lines}\n{listed}\n{content}".encode()
+        ).hexdigest()
+        scope = stamp[:8], region, "s3", "aws4_request"
+        made = f"AWS4{options['secret']}", *scope
+        if self._key[0] != made:
+            key = made[0].encode()
+            for part in scope:
+                key = hmac.new(key, part.encode(), "sha256").digest()
+            self._key = made, key
+        told = "/".join(scope)
+        message = f"AWS4-HMAC-SHA256\n{stamp}\n{told}\n{digest}"
+        signature = hmac.new(self._key[1], message.encode(), "sha256").hexdigest()
+        signed["Authorization"] = (
+            f"AWS4-HMAC-SHA256 Credential={options['key']}/{told}, SignedHeaders={listed}, "
+            f"Signature={signature}"
+        )
+        return signed
 
 
 SCHEME = S3()

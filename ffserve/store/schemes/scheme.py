@@ -18,6 +18,7 @@ import enum
 import errno
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
@@ -28,9 +29,16 @@ BROKEN = {errno.EPIPE, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT, e
           errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED}  # fmt: skip
 """Errors of the system that mean a lost connection."""
 
-_KEPT_HEADERS = {
-    "accept", "accept-encoding", "connection", "if-match", "if-none-match", "range", "user-agent",
-}  # fmt: skip
+KEPT_HEADERS = frozenset(
+    ("accept", "accept-encoding", "connection", "if-match", "range", "user-agent")
+)
+"""Headers that go to another host that the first one names. All others may be credentials, whatever
+they are called."""
+USER_SETTINGS = (
+    "HOME", "USER", "LOGNAME", "NETRC", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "HTTP_PROXY",
+    "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY",
+)  # fmt: skip
+"""Environment variables from which packages of every scheme take settings."""
 Options: TypeAlias = dict[str, Any]
 
 
@@ -51,18 +59,13 @@ class OpenVersion:
     """One version of an object, open for reading.
 
     Args:
-        fetch: returns the bytes [start, end). Raises: what the package raises.
-        conditional: whether no read returns bytes of another version; otherwise its caller looks
-            at the object again after each read.
+        fetch: returns the bytes [start, end), and what is known of the version that they belong to;
+            None: its caller looks at the object again. Raises: what the package raises.
         shared: whether threads may use it at the same time.
-        facts: what the origin said of the object when it was opened, if reads are conditional on
-            that; its caller compares it with the version that it wants.
     """
 
-    fetch: Callable[[int, int], bytes]
-    conditional: bool = False
+    fetch: Callable[[int, int], tuple[bytes, dict[str, Any] | None]]
     shared: bool = False
-    facts: dict[str, Any] | None = None
 
 
 class Scheme:
@@ -89,7 +92,7 @@ class Scheme:
     """Whether the files are in the memory of one process."""
 
     # ---- packages ----
-    package: ClassVar[str | None] = None
+    package: ClassVar[str | None] = "fsspec"
     """The package that a user installs, as an argument of `pip install`."""
     module: ClassVar[str | None] = None
     """The module that the daemon needs to fetch for others; None: it fetches for its own user."""
@@ -127,15 +130,13 @@ class Scheme:
     """Names of facts that give the modification time of a file, the best first."""
     credential_errors: ClassVar[tuple[str, ...]] = ()
     """Names of exception classes that mean missing or invalid credentials. These and the names and
-    texts below count for all schemes, since the packages use the same libraries."""
+    texts of failed connections count for all schemes, since packages use the same libraries."""
     denied_codes: ClassVar[tuple[str, ...]] = ()
     """Codes in an answer that mean that access is denied."""
     busy_codes: ClassVar[tuple[str, ...]] = ()
     """Codes in an answer that mean that the request may be repeated later."""
     connection_errors: ClassVar[tuple[str, ...]] = ()
     """Names of exception classes that mean that the connection failed."""
-    cut_errors: ClassVar[tuple[str, ...]] = ()
-    """Names of exception classes that mean that an answer ended before its announced end."""
     closed_texts: ClassVar[tuple[str, ...]] = ()
     """Beginnings of the texts of an OSError without a number that means that the connection
     failed."""
@@ -243,11 +244,6 @@ class Scheme:
         """Return the context in which the packages are called."""
         return contextlib.nullcontext()
 
-    def listing(self, system: Any) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which files are listed. A listing that has no end fails in it with
-        `listing_too_long`, where the packages let us see its pages."""
-        return contextlib.nullcontext()
-
     # ---- errors ----
 
     def meaning(self, text: str) -> Meaning | None:
@@ -273,6 +269,27 @@ def refuse_others(settings: Options, scheme: Scheme) -> None:
         raise cannot_pass(f"the option {name!r} of {scheme.name}:// in fsspec's configuration")
 
 
+def fsspec_settings() -> dict[str, Options]:
+    """Return what the user has set in fsspec's configuration, by protocol."""
+    try:
+        found: dict[str, Options] = importlib.import_module("fsspec").config.conf
+    except ImportError:
+        return {}
+    return found
+
+
+def set_variables(prefixes: Iterable[str]) -> dict[str, str]:
+    """Return the variables of the environment that some packages take settings from.
+
+    Args: prefixes: beginnings of the names of those that not all packages read.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.upper() in USER_SETTINGS or name.startswith(tuple(prefixes))
+    }
+
+
 def listing_too_long(what: str) -> ReadError:
     """Return the error for a listing that exceeds a limit. Args: what: exceeds which."""
     return ReadError(
@@ -294,63 +311,28 @@ def new_file_system(url: str, **options: Any) -> tuple[Any, str]:
     return system, str(path)
 
 
-def kept_at_redirect(names: Iterable[str]) -> set[str]:
-    """Return which headers of a request go to another host that the first one names. All others may
-    be credentials, whatever they are called."""
-    return {name for name in names if name.lower() in _KEPT_HEADERS}
-
-
 def restrict_session(session: Any) -> None:
     """Let a session of requests take no settings of this process, and pass few headers on to
     another host."""
 
     def rebuild(prepared: Any, response: Any) -> None:
         if session.should_strip_auth(response.request.url, prepared.url):
-            for name in set(prepared.headers) - kept_at_redirect(prepared.headers):
+            for name in [name for name in prepared.headers if name.lower() not in KEPT_HEADERS]:
                 del prepared.headers[name]
 
     session.trust_env = False
     session.rebuild_auth = rebuild
 
 
-def traced_redirects() -> Any:
-    """Return a TraceConfig of aiohttp that passes few headers on to another host."""
-
-    async def redirected(_session: Any, _context: Any, hop: Any) -> None:
-        found = hop.response.headers.get("Location", "")
-        try:
-            same = hop.url.join(type(hop.url)(found)).origin() == hop.url.origin()
-        except ValueError:
-            same = False
-        if not same:
-            for name in set(hop.headers) - kept_at_redirect(hop.headers):
-                hop.headers.popall(name, None)
-
-    traced = importlib.import_module("aiohttp").TraceConfig()
-    traced.on_request_redirect.append(redirected)
-    return traced
-
-
-def open_file(system: Any, path: str, **options: Any) -> OpenVersion:
-    """Open a file of fsspec; each read is one request."""
-    return opened(file_of(system, path, **options))
-
-
-def file_of(system: Any, path: str, **options: Any) -> Any:
-    """Return an open file of fsspec without a cache."""
+def open_file(system: Any, path: str) -> OpenVersion:
+    """Open a file of fsspec without a cache; each read is one request."""
     try:
-        return system.open(path, "rb", cache_type="none", **options)
+        file = system.open(path, "rb", cache_type="none")
     except TypeError:  # of a file system whose files have no cache
-        return system.open(path, "rb")
+        file = system.open(path, "rb")
 
-
-def opened(file: Any, *, conditional: bool = False, facts: Any = None) -> OpenVersion:
-    """Return an open file of fsspec as an `OpenVersion`."""
-
-    def fetch(start: int, end: int) -> bytes:
+    def fetch(start: int, end: int) -> tuple[bytes, None]:
         file.seek(start)
-        content: bytes = file.read(end - start)
-        return content
+        return file.read(end - start), None
 
-    shared = getattr(getattr(file, "fs", None), "async_impl", False)
-    return OpenVersion(fetch, conditional, shared, facts)
+    return OpenVersion(fetch, getattr(getattr(file, "fs", None), "async_impl", False))

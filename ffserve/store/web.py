@@ -1,0 +1,344 @@
+"""HTTP for origins: requests of threads, kept connections, and redirects that leak no secrets.
+
+Python's `http.client` speaks it. Here are the connections, which threads share, and what it leaves
+to its callers: an origin may lie, and gets a clear error. Nothing comes from the environment and
+the files of this process, except proxies where they are asked for. A child process connects anew.
+`docs/decisions/origins.md` says why it is no package.
+
+Source: RFC 9110 and 9112.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.client
+import io
+import os
+import re
+import select
+import ssl
+import threading
+import weakref
+from base64 import b64encode
+from collections.abc import Iterable, Iterator, Mapping
+from email.errors import MissingHeaderBodySeparatorDefect
+from typing import Any, NamedTuple, TypeAlias
+from urllib.parse import quote, unquote, urljoin, urlsplit
+
+from ffserve.limits import ORIGIN_THREADS
+from ffserve.store.schemes.scheme import KEPT_HEADERS
+
+_LINES_SIZE = 64 << 10
+"""Bytes of the lines of an answer (status, headers, sizes of chunks) at most, beside as many as the
+body has."""
+_LENGTH = re.compile(r"[0-9]{1,18}")
+_MOST_HOPS = 5
+_Proxy: TypeAlias = tuple[str, int, dict[str, str]]
+"""Host, port, and the headers that it needs."""
+_SAFE = "".join(map(chr, range(33, 127)))
+
+
+class StatusError(Exception):
+    """An answer that is no success. code: in the origin's own words; "" if it has none."""
+
+    def __init__(self, status: int, text: str, code: str = "") -> None:
+        super().__init__(text)
+        self.status, self.code = status, code
+
+
+class MissingError(StatusError, FileNotFoundError):
+    """The origin has no such object."""
+
+
+class CutError(ConnectionError):
+    """The origin ended an answer before its announced end."""
+
+    def __init__(self) -> None:
+        super().__init__("the origin broke off in the middle of an answer")
+
+
+class WebAddress(NamedTuple):
+    """Where a URL leads: the host, and what is asked of it."""
+
+    tls: bool
+    host: str
+    port: int
+    path: str
+
+    @property
+    def place(self) -> str:
+        """The host, and its port if it is not the usual one."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == (443 if self.tls else 80) else f"{host}:{self.port}"
+
+
+@functools.lru_cache(128)  # as `urlsplit` has
+def address_of(url: str) -> WebAddress:
+    """Return where a URL leads. Raises: ValueError."""
+    parts = urlsplit(url)
+    tls = parts.scheme.lower() == "https"
+    if not parts.hostname or (not tls and parts.scheme.lower() != "http"):
+        raise ValueError("it is not the URL of a web server")
+    path = f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
+    # What a URL must not have as it is (spaces, other alphabets) is escaped, and nothing twice.
+    path = quote(path, safe=_SAFE)
+    return WebAddress(tls, parts.hostname, parts.port or (443 if tls else 80), path)
+
+
+class _Content(io.BufferedReader):
+    """The bytes of an answer: no line without its end, nor lines without end."""
+
+    _lines = _body = 0
+
+    def read(self, size: int | None = None) -> bytes:
+        if size is None or size < 0:  # of a chunk
+            raise ValueError("the origin sent an invalid length")
+        found = super().read(size)
+        self._body += len(found)
+        return found
+
+    def readline(self, size: int | None = None) -> bytes:
+        line, first = super().readline(size), not self._lines
+        self._lines += len(line)
+        if self._lines > _LINES_SIZE + self._body:
+            raise ConnectionError(f"the origin sent more than {_LINES_SIZE} bytes of headers")
+        if line[-1:] != b"\n" and (line or not first):
+            raise CutError
+        return line
+
+
+class _Response(http.client.HTTPResponse):
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.fp = _Content(self.fp.detach())
+
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Raise errors of `http.client` as OSError and ValueError, in plain words."""
+    try:
+        yield
+    except http.client.InvalidURL:
+        raise ValueError("it is not the URL of a web server") from None
+    except http.client.IncompleteRead:
+        raise CutError from None
+    except http.client.RemoteDisconnected:
+        raise ConnectionError("the origin closed the connection without an answer") from None
+    except http.client.HTTPException as error:
+        raise ConnectionError(f"the origin sent no valid HTTP: {error!s:.80}") from None
+    except OSError as error:
+        if not str(error).startswith("Tunnel connection failed"):
+            raise
+        raise ConnectionError(f"the proxy refuses a connection: {error}") from None
+
+
+class Answer:
+    """The answer to a request; its body is read once, from the beginning on."""
+
+    data = b""
+    """The body, where somebody wants it here."""
+
+    def __init__(self, web: Web, to: WebAddress, connection: http.client.HTTPConnection) -> None:
+        self._web, self._address = web, to
+        self._connection: http.client.HTTPConnection | None = connection
+        self._response = response = connection.getresponse()
+        while response.status < 200:  # the final answer follows
+            response.headers = None  # type: ignore[assignment]
+            response.begin()
+        self.status = response.status
+        self.headers = {name.lower(): text.strip() for name, text in response.headers.items()}
+        if any(isinstance(each, MissingHeaderBodySeparatorDefect) for each in response.msg.defects):
+            raise ConnectionError("the origin sent a line that is no header")
+        lengths = {text.strip() for text in response.headers.get_all("content-length", ())}
+        if len(lengths) > 1 or not all(map(_LENGTH.fullmatch, lengths)):
+            raise ValueError("the origin sent an invalid length")
+        if self.headers.get("transfer-encoding", "chunked").lower() != "chunked":
+            raise ValueError("the origin sent a body in an unknown coding")
+        if response.length == 0:
+            response.chunked = False
+            self.read(0)
+
+    def read(self, most: int) -> bytes:
+        """Return the next bytes of the body, fewer only at its end. Raises: OSError, ValueError."""
+        response = self._response
+        try:
+            with _plain_errors():
+                content = response.read(most)
+            if response.length and len(content) < most:
+                raise CutError
+        except BaseException:
+            self.close()
+            raise
+        if response.isclosed() and self._connection is not None:
+            self._web.keep(self._address, self._connection)
+            self._connection = None
+        return content
+
+    def content(self, most: int) -> bytes:
+        """Return the whole body. Raises: OSError; ValueError: it has more bytes than `most`."""
+        found = self.read(most + 1)
+        self.close()
+        if len(found) > most:
+            raise ValueError(f"the origin sent more than {most} bytes")
+        return found
+
+    def close(self) -> None:
+        """End the connection, unless the whole body was read."""
+        if self._connection is not None:
+            self._response.close()
+            self._connection.close()
+
+
+class Web:
+    """Connections to origins. Threads may call it.
+
+    Args: connect_s, silent_s: how long an origin may take to accept a connection, and may be
+        silent. proxies: whether requests go where the environment of this process says. verify: a
+        file of certificates of authorities; True: those of the system; False: any certificate.
+    """
+
+    def __init__(
+        self, connect_s: float, silent_s: float, *, proxies: bool = False, verify: str | bool = True
+    ) -> None:
+        self._connect_s, self._silent_s = connect_s, silent_s
+        self._proxy_of = functools.lru_cache(128)(_proxy_of if proxies else lambda *_: None)
+        self._verify = verify
+        self._lock = threading.Lock()
+        self._idle: dict[Any, list[http.client.HTTPConnection]] = {}
+        weakref.finalize(self, _close, self._idle)
+        _webs.add(self)
+
+    def after_fork(self) -> None:
+        """Leave the connections to the parent."""
+        self._lock = threading.Lock()
+        _close(self._idle)
+
+    def request(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes | Iterable[bytes] = b"",
+        *,
+        follow: bool = False,
+    ) -> Answer:
+        """Return the answer to a request, whatever its status.
+
+        Args: body: if it is in parts, its length is among the headers. follow: whether to go where
+            the origin leads; no header that may be a secret goes to another one.
+        Raises: ValueError, OSError.
+        """
+        for _ in range(_MOST_HOPS):
+            to = address_of(url)
+            with _plain_errors():
+                answer = self._ask(method, to, headers, body)
+            place = answer.headers.get("location")
+            if not follow or place is None or answer.status not in (301, 302, 303, 307, 308):
+                return answer
+            answer.read(io.DEFAULT_BUFFER_SIZE)
+            answer.close()
+            url = urljoin(url, place).partition("#")[0]
+            if address_of(url)[:3] != to[:3]:
+                headers = {
+                    name: text for name, text in headers.items() if name.lower() in KEPT_HEADERS
+                }
+        raise ConnectionError("the origin redirects without end")
+
+    def _ask(
+        self, method: str, to: WebAddress, headers: Mapping[str, str], body: bytes | Iterable[bytes]
+    ) -> Answer:
+        path, given, proxy = to.path, dict(headers), self._proxy_of(to.tls, to.place)
+        if "user-agent" not in map(str.lower, given):
+            given["User-Agent"] = "ffserve"
+        if proxy is not None and not to.tls:
+            path, given = f"http://{to.place}{path}", {**given, **proxy[2]}
+        if any("\r" in text or "\n" in text for text in given.values()):
+            raise ValueError("a header has more than one line")
+        encoded = {name: text.encode() for name, text in given.items()}
+        while True:
+            connection = self._idle_one(to) or self._new(to, proxy)
+            used = connection.sock is not None
+            try:
+                if not used:
+                    connection.connect()
+                    connection.sock.settimeout(self._silent_s)
+                connection.request(method, path, body or None, encoded)
+                return Answer(self, to, connection)
+            except BaseException as error:
+                connection.close()
+                # The origin closed it while nobody used it, and has not seen the request.
+                closed = isinstance(error, (ConnectionResetError, BrokenPipeError))
+                if not (used and closed and method in ("GET", "HEAD")):
+                    raise
+
+    def _idle_one(self, to: WebAddress) -> http.client.HTTPConnection | None:
+        while True:
+            with self._lock:
+                free = self._idle.get(to[:3])
+                found = free.pop() if free else None
+            if found is None:
+                return None
+            poll = select.poll()
+            poll.register(found.sock, select.POLLIN)
+            if not poll.poll(0):  # it is open, and nothing came that nobody asked for
+                return found
+            found.close()
+
+    def _new(self, to: WebAddress, proxy: _Proxy | None) -> http.client.HTTPConnection:
+        place = proxy[:2] if proxy is not None else (to.host, to.port)
+        made = http.client.HTTPConnection(*place, self._connect_s)
+        if to.tls:
+            tls = _tls(self._verify)
+            made = http.client.HTTPSConnection(*place, timeout=self._connect_s, context=tls)
+            if proxy is not None:
+                made.set_tunnel(to.host, to.port, dict(proxy[2]))
+        made.response_class = _Response
+        return made
+
+    def keep(self, to: WebAddress, connection: http.client.HTTPConnection) -> None:
+        """Keep a connection whose answer was read for later requests."""
+        with self._lock:
+            free = self._idle.setdefault(to[:3], [])
+            if connection.sock is not None and len(free) < ORIGIN_THREADS:
+                free.append(connection)
+                return
+        connection.close()
+
+
+_webs: weakref.WeakSet[Web] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for web in _webs:
+        web.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _close(idle: dict[Any, list[http.client.HTTPConnection]]) -> None:
+    while idle:
+        for connection in idle.popitem()[1]:
+            connection.close()
+
+
+@functools.cache
+def _tls(verify: str | bool) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=verify if isinstance(verify, str) else None)
+    if verify is False:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+def _proxy_of(tls: bool, place: str) -> _Proxy | None:
+    """Return the proxy by which the environment has a place reached."""
+    from urllib.request import getproxies, proxy_bypass
+
+    named = getproxies().get("https" if tls else "http")
+    if not named or proxy_bypass(place):
+        return None
+    parts = urlsplit(named if "://" in named else f"http://{named}")
+    user = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}"
+    password = {"Proxy-Authorization": f"Basic {b64encode(user.encode()).decode()}"}
+    return parts.hostname or "", parts.port or 80, password if parts.username else {}
