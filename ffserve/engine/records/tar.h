@@ -41,9 +41,9 @@ typedef enum {
 
 /* Scan of an archive: the current position and the members found so far that belong to samples. */
 typedef struct {
-    uint64_t file_size, at;      /* at: of the next header; all members before it were seen */
-    uint64_t wanted;             /* out: with FFS_TAR_MORE */
-    int64_t held;                /* rows of the table */
+    uint64_t file_size, at; /* at: of the next header; all members before it were seen */
+    uint64_t wanted;        /* out: with FFS_TAR_MORE */
+    int64_t held;           /* rows of the table */
     uint64_t offsets[FFS_TAR_BLOCK_COUNT], lengths[FFS_TAR_BLOCK_COUNT]; /* 0, 0: a hard link */
     uint32_t kinds[FFS_TAR_BLOCK_COUNT]; /* number of the field, | FFS_TAR_FIRST */
     uint8_t *names; /* of the rows, each with a zero behind it; with room for the longest */
