@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import http.client
 import importlib.util
 import os
 import shutil
@@ -206,9 +207,9 @@ def _from_store(bench: Bench, data: BenchmarkData, names: Sequence[str]) -> Grou
             os.makedirs(f"{place}/origin/{BUCKET}")
             name = os.path.basename(files)
             os.symlink(files, f"{place}/origin/{BUCKET}/{name}")
-            relay = stack.enter_context(
-                relayed(stack.enter_context(_origin(f"{place}/origin")), LATENCY_S)
-            )
+            origin = stack.enter_context(_origin(f"{place}/origin"))
+            _hash(origin, files, f"/{BUCKET}/{name}")
+            relay = stack.enter_context(relayed(origin, LATENCY_S))
             served = Origin(f"http://127.0.0.1:{relay.port}", "")
             module = "ffserve.torch" if who == OWN else BY_NAME[PEERS[who]].module
             case: dict[str, Any] = {
@@ -259,6 +260,15 @@ def _origin(folder: str) -> Iterator[tuple[str, int]]:
                 raise FFServeError("rclone serve s3 does not answer")
             time.sleep(0.1)
         yield address
+
+
+def _hash(origin: tuple[str, int], files: str, below: str) -> None:
+    """Have the origin compute ETags, for which rclone reads whole files when it is first asked."""
+    connection = http.client.HTTPConnection(*origin)
+    for path in files_below(files):
+        connection.request("HEAD", below + path.removeprefix(files))
+        connection.getresponse().read()
+    connection.close()
 
 
 def _per_core(result: Result, base: Result | None) -> float:
