@@ -282,6 +282,12 @@ def test_every_document_can_be_reached_from_the_readme() -> None:
     assert set(DOCUMENTS) <= reached
 
 
+def test_the_site_has_every_page() -> None:
+    listed = set(re.findall(r"[\w/-]+", (ROOT / ".ci/site.py").read_text()))
+    pages = {name.removeprefix("docs/").removesuffix(".md") for name in NAMES}
+    assert not {page for page in pages - listed - {"README"} if not page.startswith("decisions/")}
+
+
 @pytest.mark.parametrize("name", sorted(set(NAMES) - HISTORY))
 def test_files_that_are_named_exist(name: str) -> None:
     shells = "\n".join(block.text for block in blocks(name) if block.language == "sh")
