@@ -1,0 +1,54 @@
+"""ArrayRecord files: records without names, as one column."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from ffserve.convert.inputs import Record
+from ffserve.convert.kinds import Wanted, count_at_once, holds, needed, reading
+
+SUFFIXES = (".array_record", ".arrayrecord")
+
+
+def recognizes(path: str, found: str) -> bool:
+    """Whether it is such a file, or a directory of them."""
+    return found == "an ArrayRecord file" or holds(path, SUFFIXES)
+
+
+class ArrayRecords:
+    """The records of a file, in their order."""
+
+    named = False
+    sized = True
+
+    def __init__(self, path: str, wanted: Wanted) -> None:
+        self.files = (path,)
+        self.columns = wanted.of(["bin"], path)
+        reader = self._open()
+        self.count = reader.num_records()
+        reader.close()
+
+    def _open(self) -> Any:
+        [path] = self.files
+        module = needed("array_record.python.array_record_module", "array-record", path)
+        with reading(path):
+            return module.ArrayRecordReader(path, "readahead_buffer_size:0")
+
+    def records(self, first: int, stop: int | None) -> Iterator[Record]:
+        """Yield the records [first:stop]."""
+        [path] = self.files
+        last = self.count if stop is None else stop
+        step = count_at_once(os.path.getsize(path), self.count)
+        reader = self._open()
+        with reading(path):
+            for begin in range(first, last, step):
+                for record in reader.read(list(range(begin, min(begin + step, last)))):
+                    yield Record({"bin": record})
+            reader.close()
+
+
+def open_input(path: str, wanted: Wanted) -> ArrayRecords:
+    """Return the records of a file."""
+    return ArrayRecords(path, wanted)
