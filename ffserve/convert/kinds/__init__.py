@@ -156,6 +156,10 @@ def reading(path: str) -> Iterator[None]:
         yield
     except (FFServeError, MemoryError):
         raise
+    except ImportError as error:
+        raise UsageError(
+            f"a package is missing: {error}", path=path, hint="install it with pip"
+        ) from error
     except OSError as error:
         if error.errno is not None:
             raise os_error(error, path) from error

@@ -101,8 +101,10 @@ class LitDataChunks:
             return
         data = content
         if compression and level in (None, "chunk") and compression in path:
-            module = needed("litdata.streaming.compression", "litdata", path)
-            data = module._COMPRESSORS[compression].decompress(content[:])
+            known = needed("litdata.streaming.compression", "litdata", path)._COMPRESSORS
+            if compression not in known:
+                raise ImportError(f"litdata needs the package {compression.partition(':')[0]}")
+            data = known[compression].decompress(content[:])
         (count,) = struct.unpack("<I", data[:4])
         edges = np.frombuffer(data[4 : 8 + 4 * count], "<u4").tolist()
         unpack = bytes
