@@ -11,7 +11,7 @@ import contextlib
 import io
 import os
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -344,7 +344,8 @@ class Grouped:
     @property
     def files(self) -> Sequence[str]:
         """The input files of the source."""
-        return self._source.files
+        files: Sequence[str] = self._source.files
+        return files
 
     @cached_property
     def count(self) -> int:
@@ -355,12 +356,12 @@ class Grouped:
         """Yield the groups [first:stop]."""
         begin, end = 0, None
         if first or stop is not None:
-            edges = self._edges()
-            begin = next(islice(edges, first, None), self._source.count)
-            end = None if stop is None else next(islice(edges, stop - first - 1, None), None)
+            with contextlib.closing(self._edges()) as edges:
+                begin = next(islice(edges, first, None), self._source.count)
+                end = None if stop is None else next(islice(edges, stop - first - 1, None), None)
         yield from self._groups(begin, end)
 
-    def _edges(self) -> Iterator[int]:
+    def _edges(self) -> Generator[int, None, None]:
         """Yield the number of the first record of each group."""
         before, seen = None, set[str]()
         for number, name in enumerate(self._source.names()):
@@ -424,8 +425,8 @@ class Columns:
         self._tar, self._start = format == "tar", start
         if not self._tar and len(fields) != 1:
             raise UsageError(
-                f"a sample has the columns {', '.join(repr(column) for _, column in fields)}, and "
-                f"one of {format} is one payload",
+                f"the samples have the columns {', '.join(repr(name) for _, name in fields)}; a "
+                f"sample of {format} holds one",
                 path=self.files[0] if len(self.files) else None,
                 hint="choose one with --fields NAME, or write a tar file (--format tar), whose "
                 "samples have fields",

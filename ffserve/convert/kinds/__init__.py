@@ -97,7 +97,8 @@ def recognized(path: str) -> str | None:
     if not os.path.isdir(path):
         found = kind_of(wrap_os_error(_head, path), path)
     name = "" if found is None else found.name
-    return next((kind for kind in KINDS if module_of(kind).recognizes(path, name)), None)
+    with reading(path):
+        return next((kind for kind in KINDS if module_of(kind).recognizes(path, name)), None)
 
 
 def inputs_of(name: str, path: str) -> list[str]:

@@ -44,7 +44,7 @@ class ArrayRecords:
         reader = self._open()
         with reading(path):
             for begin in range(first, last, step):
-                for record in reader.read(list(range(begin, min(begin + step, last)))):
+                for record in reader.read(begin, min(begin + step, last)):
                     yield Record({"bin": record})
             reader.close()
 

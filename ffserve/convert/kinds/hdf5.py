@@ -18,6 +18,8 @@ from ffserve.errors import UsageError
 SUFFIXES = (".h5", ".hdf5")
 _AT_ONCE = 64
 """Rows of unknown size that are read at a time."""
+_CHUNK_CACHE = 64 << 20
+"""A chunk of up to this size is decompressed once for all its rows."""
 
 
 def recognizes(path: str, found: str) -> bool:
@@ -51,7 +53,7 @@ class HDF5Rows:
         [path] = self.files
         module = needed("h5py", "h5py", path)
         with reading(path):
-            return module.File(path, "r")
+            return module.File(path, "r", rdcc_nbytes=_CHUNK_CACHE)
 
     def records(self, first: int, stop: int | None) -> Iterator[Record]:
         """Yield the rows [first:stop]."""

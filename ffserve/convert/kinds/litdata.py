@@ -48,7 +48,7 @@ class LitDataChunks:
     def __init__(self, path: str, wanted: Wanted) -> None:
         self._path = path
         index = index_of(path, "chunks", "config")
-        self._chunks, self._config = index.get("chunks", []), index.get("config", {})
+        self._chunks, self._config = index["chunks"], index["config"]
         loader = self._config.get("item_loader") or "PyTreeLoader"
         if loader != "PyTreeLoader" or self._config.get("encryption"):
             what = "encrypted" if self._config.get("encryption") else f"written for {loader}"
@@ -183,5 +183,9 @@ def _leaves(tree: Any, place: tuple[str, ...]) -> Iterator[tuple[int, tuple[str,
 
 
 def open_input(path: str, wanted: Wanted) -> LitDataChunks:
-    """Return the samples of a directory."""
+    """Return the samples of a directory. Raises: UsageError: it has no index of chunks."""
+    if not index_of(path, "chunks", "config"):
+        raise UsageError(
+            "there is no index of chunks", path=path, hint="give the directory of index.json"
+        )
     return LitDataChunks(path, wanted)

@@ -25,18 +25,19 @@ from ffserve.convert.kinds import (
     parts_of,
     reading,
 )
-from ffserve.errors import ChecksumError
+from ffserve.errors import ChecksumError, UsageError
 
 SUFFIXES = ()
 _PACKAGE = "mosaicml-streaming"
+_SHARD = "a shard of MosaicML streaming (MDS)"
 _NUMBERS = {"int", "float16", "float32", "float64"} | {
     f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
 }
 
 
 def recognizes(path: str, found: str) -> bool:
-    """Whether a directory has an index of shards."""
-    return bool(index_of(path, "version", "shards"))
+    """Whether a directory has an index of shards, or a file is one of them."""
+    return found == _SHARD or bool(index_of(path, "version", "shards"))
 
 
 class MDSShards:
@@ -47,12 +48,12 @@ class MDSShards:
 
     def __init__(self, path: str, wanted: Wanted) -> None:
         self._path = path
-        self._shards: list[dict[str, Any]] = index_of(path, "version", "shards").get("shards", [])
+        self._shards: list[dict[str, Any]] = index_of(path, "version", "shards")["shards"]
         with reading(os.path.join(path, "index.json")):
             readers = [self._reader(k) for k in range(len(self._shards))]
             self._counts = [reader.samples for reader in readers]
             self.count = sum(self._counts)
-            self.columns = wanted.of(readers[0].column_names if readers else [], path)
+            self.columns = wanted.of(readers[0].column_names, path)
         self.files = [os.path.join(path, "index.json"), *(self._file(r)[0] for r in readers)]
 
     def _reader(self, number: int) -> Any:
@@ -121,5 +122,13 @@ def _value(encoding: str, data: bytes, decode: Any) -> bytes | None:
 
 
 def open_input(path: str, wanted: Wanted) -> MDSShards:
-    """Return the samples of a directory."""
+    """Return the samples of a directory.
+
+    Raises: UsageError: it has no index of such shards.
+    """
+    shards = index_of(path, "version", "shards").get("shards", ())
+    if not shards or any(shard.get("format") != "mds" for shard in shards):
+        raise UsageError(
+            "there is no index of MDS shards", path=path, hint="give the directory of index.json"
+        )
     return MDSShards(path, wanted)
