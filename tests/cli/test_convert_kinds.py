@@ -274,6 +274,7 @@ def test_pictures_are_those_of_the_torch_side() -> None:
 # ---- killed -----------------------------------------------------------------------------------
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("kind", ["parquet", "stream", "classes"])
 @pytest.mark.parametrize("format", ["ffrecord", "tar"])
 def test_a_killed_conversion_goes_on_to_the_same_bytes(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import json
 import os
 import re
 import shlex
@@ -50,15 +51,20 @@ def large(count: int, size: int = 1 << 20) -> Iterator[Sample]:
 # ---- one writer for each kind: samples to files in the current folder, returns the input ---------
 
 
-def mds(samples: Iterator[Sample], **options: Any) -> str:
+def need_torchvision() -> None:
+    """Import it. Beside a build of torch that is not its own it cannot load its operators, which
+    nothing here calls; those that it describes to torch are declared."""
     with contextlib.suppress(RuntimeError):
-        importlib.import_module("streaming")
-    if "streaming" not in sys.modules:
-        # Beside a build of torch that is not its own, torchvision cannot load its operators, which
-        # nothing here calls.
-        library = importlib.import_module("torch").library.Library("torchvision", "FRAGMENT")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        importlib.import_module("torchvision")
+        return
+    library = importlib.import_module("torch").library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    importlib.import_module("torchvision")
+
+
+def mds(samples: Iterator[Sample], **options: Any) -> str:
+    need_torchvision()
     writer = importlib.import_module("streaming").MDSWriter(
         out="mds", columns={"image": "jpeg", "label": "int", "note": "json", "x": "ndarray:int16"},
         **{"size_limit": 20_000, "hashes": ["sha1", "xxh64"], **options},
@@ -90,7 +96,7 @@ def webdataset(samples: Iterator[Sample]) -> str:
 
 
 def imagefolder(samples: Iterator[Sample]) -> str:
-    importlib.import_module("torchvision.datasets")
+    need_torchvision()
     for k, (image, label) in enumerate(samples):
         path = Path("pictures") / f"class{label}" / f"{k}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,13 +109,16 @@ def _tables(samples: Iterator[Sample], rows: int) -> Iterator[Any]:
     import pyarrow as arrow
 
     kind = arrow.struct([("bytes", arrow.binary()), ("path", arrow.string())])
+    features = {"image": {"_type": "Image"}, "label": {"dtype": "int64", "_type": "Value"}}
+    schema = arrow.schema(
+        [("image", kind), ("label", arrow.int64())],
+        metadata={"huggingface": json.dumps({"info": {"features": features}})},
+    )
     part: list[dict[str, Any]] = []
     for k, (image, label) in enumerate(samples):
         part.append({"image": {"bytes": image, "path": f"{k}.jpg"}, "label": label})
         if len(part) == rows:
-            yield arrow.Table.from_pylist(
-                part, arrow.schema([("image", kind), ("label", arrow.int64())])
-            )
+            yield arrow.Table.from_pylist(part, schema)
             part = []
 
 
@@ -216,7 +225,7 @@ def plain(value: Any) -> Any:
         return value.convert("RGB").size, value.convert("RGB").tobytes()
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
-    return value
+    return bytes(value) if isinstance(value, memoryview) else value
 
 
 def compare(kind: str) -> None:
