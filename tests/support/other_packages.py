@@ -64,7 +64,6 @@ def need_torchvision() -> None:
 
 
 def mds(samples: Iterator[Sample], **options: Any) -> str:
-    need_torchvision()
     writer = importlib.import_module("streaming").MDSWriter(
         out="mds", columns={"image": "jpeg", "label": "int", "note": "json", "x": "ndarray:int16"},
         **{"size_limit": 20_000, "hashes": ["sha1", "xxh64"], **options},
@@ -290,6 +289,8 @@ def _own_memory() -> int:
 
 def main() -> int:
     check, kind = sys.argv[1:3]
+    if "mds" in sys.argv:
+        need_torchvision()
     if check == "cli":
         from ffserve import cli
 
@@ -314,7 +315,7 @@ def main() -> int:
         given = writer(pictures(), **options)
         if check == "compare":
             compare(kind)
-        else:
+        elif number < 2:
             resume(kind, given, ("tar", "ffrecord")[number % 2])
     return 0
 
