@@ -195,6 +195,34 @@ def test_damaged_files_and_unknown_kinds(tmp_path: Path) -> None:
         convert(tmp_path, tmp_path / "out.ffr", kind="parquet")
 
 
+def test_results_that_hugging_face_keeps_beside_a_data_set_were_converted_too(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "saved").mkdir()
+    for name, first in (("data-1.arrow", 0), ("data-0.arrow", 30)):
+        as_stream(tmp_path / "saved" / name, table(first, first + 30))
+    as_stream(tmp_path / "saved" / "cache-0.arrow", arrow.table({"indices": [3, 1, 2]}))
+    files = [{"filename": name} for name in ("data-1.arrow", "data-0.arrow")]
+    (tmp_path / "saved" / "state.json").write_text(json.dumps({"_data_files": files}))
+    convert(tmp_path / "saved", tmp_path / "out.ffr", fields=["image"])
+    assert content(tmp_path / "out.ffr") == SAMPLES
+
+
+def test_a_stream_that_was_cut_between_two_batches_lost_rows(tmp_path: Path) -> None:
+    whole = as_stream(tmp_path / "a.arrow", table()).read_bytes()
+    with arrow.OSFile(str(tmp_path / "cut.arrow"), "wb") as file:
+        writer = arrow.ipc.new_stream(file, table().schema)
+        for batch in table().to_batches(max_chunksize=7)[:3]:
+            writer.write_batch(batch)
+        size = file.tell()
+        writer.close()
+    (tmp_path / "cut.arrow").write_bytes(whole[:size])
+    with arrow.memory_map(str(tmp_path / "cut.arrow")) as file:
+        assert arrow.ipc.open_stream(file).read_all().num_rows == 21  # as pyarrow reads it
+    with pytest.raises(FormatError, match="no mark of its end"):
+        convert(tmp_path / "cut.arrow", tmp_path / "out.ffr", fields=["image"])
+
+
 def test_a_package_that_is_missing_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,9 @@
 """Kinds of input that other packages write. A kind is one module here and its name in ``KINDS``.
 
-A module has three names:
+A module has these names:
 
     SUFFIXES                   endings of its files, which a directory may hold many of; or ()
+    files_of(path)             optional: the names of such files in a directory, if it knows better
     recognizes(path, found)    whether a file or directory is of this kind; `found` is what
                                `formats.kind_of` calls a file
     open_input(path, wanted)   its input, an ``InputSource``: with names, or with ``columns``, whose
@@ -103,10 +104,13 @@ def recognized(path: str) -> str | None:
 
 def inputs_of(name: str, path: str) -> list[str]:
     """Return the inputs that a path stands for: itself, or the files of a directory of files."""
-    suffixes = module_of(name).SUFFIXES
+    module = module_of(name)
+    suffixes = module.SUFFIXES
     if not suffixes or not os.path.isdir(path):
         return [path]
-    names = sorted(n for n in os.listdir(path) if n.endswith(suffixes) and n[0] not in "._")
+    names = getattr(module, "files_of", lambda _: None)(path)
+    if names is None:
+        names = sorted(n for n in os.listdir(path) if n.endswith(suffixes) and n[0] not in "._")
     if not names:
         raise UsageError(f"the directory has no file ending in {' or '.join(suffixes)}", path=path)
     return [os.path.join(path, name) for name in names]
@@ -125,10 +129,10 @@ def holds(path: str, suffixes: tuple[str, ...]) -> bool:
     )
 
 
-def index_of(path: str, *keys: str) -> dict[str, Any]:
-    """Return a directory's index.json, or {} if it has none with these keys."""
+def index_of(path: str, *keys: str, name: str = "index.json") -> dict[str, Any]:
+    """Return a directory's index, or {} if it has none with these keys."""
     try:
-        with open(os.path.join(path, "index.json"), encoding="utf-8") as file:
+        with open(os.path.join(path, name), encoding="utf-8") as file:
             index = json.load(file)
     except (OSError, ValueError):
         return {}

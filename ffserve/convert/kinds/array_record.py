@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
 
 from ffserve.convert.inputs import Record
-from ffserve.convert.kinds import Wanted, count_at_once, holds, needed, reading
+from ffserve.convert.kinds import Wanted, count_at_once, damaged, holds, needed, reading
 
 SUFFIXES = (".array_record", ".arrayrecord")
 
@@ -26,27 +27,27 @@ class ArrayRecords:
     def __init__(self, path: str, wanted: Wanted) -> None:
         self.files = (path,)
         self.columns = wanted.of(["bin"], path)
-        reader = self._open()
-        self.count = reader.num_records()
-        reader.close()
+        with reading(path), self._open() as reader:
+            self.count = reader.num_records()
 
     def _open(self) -> Any:
+        """Open the file. What is wrong with it, closing says at the latest."""
         [path] = self.files
         module = needed("array_record.python.array_record_module", "array-record", path)
-        with reading(path):
-            return module.ArrayRecordReader(path, "readahead_buffer_size:0")
+        return contextlib.closing(module.ArrayRecordReader(path, "readahead_buffer_size:0"))
 
     def records(self, first: int, stop: int | None) -> Iterator[Record]:
         """Yield the records [first:stop]."""
         [path] = self.files
         last = self.count if stop is None else stop
         step = count_at_once(os.path.getsize(path), self.count)
-        reader = self._open()
-        with reading(path):
+        with reading(path), self._open() as reader:
             for begin in range(first, last, step):
-                for record in reader.read(begin, min(begin + step, last)):
+                records = reader.read(begin, min(begin + step, last))
+                if len(records) != min(step, last - begin):
+                    raise damaged(path, f"records are missing behind record {begin}")
+                for record in records:
                     yield Record({"bin": record})
-            reader.close()
 
 
 def open_input(path: str, wanted: Wanted) -> ArrayRecords:

@@ -1,4 +1,7 @@
-"""Arrow files and streams, also those of Hugging Face data sets: as Parquet, see `parquet.py`."""
+"""Arrow files and streams, also those of Hugging Face data sets: as Parquet, see `parquet.py`.
+
+A stream has to have its mark of the end: one that was cut between two batches would lose rows.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,33 @@ from collections.abc import Iterator
 from typing import Any
 
 from ffserve.convert.inputs import Record
-from ffserve.convert.kinds import Wanted, count_at_once, holds, needed, parts_of, reading
+from ffserve.convert.kinds import (
+    Wanted,
+    count_at_once,
+    damaged,
+    holds,
+    index_of,
+    needed,
+    parts_of,
+    reading,
+)
 from ffserve.convert.kinds.parquet import rows_of
 
 SUFFIXES = (".arrow", ".feather")
 _MAGIC = b"ARROW1"
+_END = bytes(4)
+"""The length of the message that ends a stream."""
 
 
 def recognizes(path: str, found: str) -> bool:
     """Whether it is such a file, or a directory of them."""
     return found == "an Arrow file" or holds(path, SUFFIXES)
+
+
+def files_of(path: str) -> list[str] | None:
+    """Return the files of a data set of Hugging Face, which keeps results beside them."""
+    files = index_of(path, "_data_files", name="state.json").get("_data_files")
+    return None if files is None else [str(file["filename"]) for file in files]
 
 
 class ArrowRows:
@@ -42,6 +62,9 @@ class ArrowRows:
                 yield reader.schema
                 yield from map(reader.get_batch, range(reader.num_record_batches))
             else:
+                source.seek(max(source.size() - len(_END), 0))
+                if source.read() != _END:
+                    raise damaged(path, "the stream has no mark of its end: it was cut")
                 source.seek(0)
                 reader = arrow.ipc.open_stream(source)
                 yield reader.schema
