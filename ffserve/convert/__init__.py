@@ -92,7 +92,8 @@ def convert(
 
     Args:
         inputs: record files of any format, glob patterns, tar files (also compressed), ``.npy``
-            arrays (each row is a record), and directories of record files or of tar files; of any
+            arrays (each row is a record), text files (``.txt``, ``.jsonl``, ``.ndjson``: each line
+            is a record), and directories of record files or of tar files; of any
             other directory each file below it becomes a record. Read in the given order.
         out: the output file; with several shards a directory, which receives ``PART_00000`` and so
             on.

@@ -20,6 +20,7 @@ import numpy as np
 
 from ffserve import Batch, example, formats
 from ffserve import reader as readers
+from ffserve.convert import text_lines
 from ffserve.dataset.paths import PathLike, expand_paths
 from ffserve.disk.files import is_compressed, os_error, wrap_os_error
 from ffserve.errors import FFServeError, FormatError, ReadError, UsageError
@@ -31,6 +32,7 @@ BATCH_COUNT = 16_384
 LOOKED_AT = 16
 """So many files of a directory are recognized by their content too, all others by their names."""
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+_OTHER_SUFFIXES = (*_TAR_SUFFIXES, ".npy", *text_lines.SUFFIXES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,12 +406,14 @@ def find_sources(inputs: PathLike | Sequence[PathLike], out: str) -> list[InputS
                 "the output is also an input", path=path, hint="choose another output path"
             )
         lower = path.lower()
-        if os.path.isdir(path) or lower.endswith((*_TAR_SUFFIXES, ".npy")) or is_compressed(path):
+        if os.path.isdir(path) or lower.endswith(_OTHER_SUFFIXES) or is_compressed(path):
             flush()
             if os.path.isdir(path):
                 sources.append(Folder(path, out))
             elif lower.endswith(".npy"):
                 sources.append(ArrayRows(path))
+            elif lower.endswith(text_lines.SUFFIXES):
+                sources.append(text_lines.TextLines(path))
             elif lower.endswith(_TAR_SUFFIXES):
                 sources.append(TarMembers(path))
             else:

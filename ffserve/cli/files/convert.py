@@ -54,7 +54,8 @@ def convert(
     """Convert records of any format to record files.
 
     IN are record files of any format, directories of them, patterns, tar files (WebDataset), .npy
-    arrays (a row is a record), or directories of other files (a file is a record). Names are kept:
+    arrays (a row is a record), .txt and .jsonl files (a line is a record), or directories of other
+    files (a file is a record). Names are kept:
     FFRecord stores them in an additional sample at the end; in the other formats, files that share
     a name up to its first dot become one tf.train.Example.
 
@@ -66,6 +67,7 @@ def convert(
       ffserve convert '/data/*.tfrecord.gz' train.tfrecord
       ffserve convert web-{000..099}.tar /fast/web --format ffrecord --shards 64 --jobs 8
       ffserve convert features.npy features.ffr --verify
+      ffserve convert corpus.txt lines.ffr
     """
     from ffserve.convert import convert as run
 
