@@ -1,12 +1,14 @@
 """Text files as an input of ``convert``: each line is a record, without its end.
 
 A line ends with a line feed, or with the file; a carriage return before it belongs to the end. An
-empty line is an empty record, so that record k is line k + 1.
+empty line is an empty record, so that record k is line k + 1. Files ending in .gz are decompressed.
 """
 
 from __future__ import annotations
 
+import gzip
 import itertools
+import zlib
 from collections.abc import Iterator
 from functools import cached_property
 
@@ -15,8 +17,10 @@ from numpy.typing import NDArray
 
 from ffserve import Batch
 from ffserve.disk.files import os_error
+from ffserve.errors import FormatError
 
-SUFFIXES = (".txt", ".jsonl", ".ndjson")
+_ENDINGS = (".txt", ".jsonl", ".ndjson")
+SUFFIXES = (*_ENDINGS, *(f"{ending}.gz" for ending in _ENDINGS))
 _PIECE_SIZE = 1 << 20
 _FEED, _RETURN = b"\n\r"
 
@@ -54,13 +58,17 @@ class TextLines:
         [path] = self.files
         rest: list[bytes] = []
         try:
-            with open(path, "rb", buffering=0) as file:
+            with gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb") as file:
                 for block in itertools.takewhile(bool, iter(lambda: file.read(_PIECE_SIZE), None)):
                     whole, feed, begun = block.rpartition(b"\n")
                     if feed:
                         yield np.frombuffer(b"".join([*rest, whole, feed]), np.uint8)
                         rest.clear()
                     rest.append(begun)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise FormatError(
+                f"the compressed text is damaged: {error}", path=path, hint="restore it from a copy"
+            ) from error
         except OSError as error:
             raise os_error(error, path) from error
         if any(rest):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import io
 import json
@@ -141,6 +142,17 @@ def test_lines_of_a_text(
         for stop in (*range(first, 8), None):
             found = [bytes(line) for batch in source.records(first, stop) for line in batch]
             assert found == LINES[first:stop]
+
+
+def test_lines_of_a_compressed_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"\n".join(LINES)))
+    convert([tmp_path / "a.jsonl.gz"], tmp_path / "a.ffr", verify=True)
+    assert content(tmp_path / "a.ffr") == LINES
+    for bad in (gzip.compress(b"one\n")[:-5], b"plain", gzip.compress(bytes(99))[:-9] + bytes(9)):
+        (tmp_path / "a.txt.gz").write_bytes(bad)
+        with pytest.raises(FormatError, match=r"a\.txt\.gz.*damaged"):
+            convert([tmp_path / "a.txt.gz"], tmp_path / "b.ffr")
+    assert not (tmp_path / "b.ffr").exists()
 
 
 def test_lines_in_shards_and_of_several_files(tmp_path: Path) -> None:

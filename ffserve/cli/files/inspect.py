@@ -86,7 +86,7 @@ def _features(read_at: ReadAt, path: str, offset: int, size: int) -> dict[str, s
     from ffserve.formats.base import read_exactly
 
     record = np.empty(size if size <= _EXAMPLE_SIZE_MAX else 0, np.uint8)
-    read_exactly(read_at, offset, memoryview(record), path)
+    read_exactly(read_at, offset, record.data, path)
     return types_of(record)
 
 
