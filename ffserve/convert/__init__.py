@@ -96,9 +96,9 @@ def convert(
 
     Args:
         inputs: record files of any format, glob patterns, tar files (also compressed), ``.npy``
-            arrays (each row is a record), what other packages write (``kinds.KINDS``), and
-            directories of these; of any other directory each file below it becomes a record. Read
-            in the given order.
+            arrays (each row is a record), text files (``.txt``, ``.jsonl``, ``.ndjson``: each line
+            is a record), what other packages write (``kinds.KINDS``), and directories of these; of
+            any other directory each file below it becomes a record. Read in the given order.
         out: the output file; with several shards a directory, which receives ``PART_00000`` and so
             on.
         format: output format; None decides by the suffix of ``out``.

@@ -21,7 +21,7 @@ import numpy as np
 
 from ffserve import Batch, example, formats
 from ffserve import reader as readers
-from ffserve.convert import kinds
+from ffserve.convert import kinds, text_lines
 from ffserve.dataset.paths import PathLike, expand_paths
 from ffserve.disk.files import is_compressed, os_error, wrap_os_error
 from ffserve.errors import FFServeError, FormatError, ReadError, UsageError
@@ -33,6 +33,7 @@ BATCH_COUNT = 16_384
 LOOKED_AT = 16
 """So many files of a directory are recognized by their content too, all others by their names."""
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+_OTHER_SUFFIXES = (*_TAR_SUFFIXES, ".npy", *text_lines.SUFFIXES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -528,6 +529,8 @@ def _other(path: str, out: str) -> InputSource:
         return Folder(path, out)
     if path.lower().endswith(".npy"):
         return ArrayRows(path)
+    if path.lower().endswith(text_lines.SUFFIXES):
+        return text_lines.TextLines(path)
     return TarMembers(path) if path.lower().endswith(_TAR_SUFFIXES) else StreamedRecords((path,))
 
 
@@ -558,7 +561,7 @@ def _pair(field: str) -> tuple[str, str]:
 
 def _is_other(path: str) -> bool:
     """Whether a path is no record file, or one that is decompressed in order."""
-    other = os.path.isdir(path) or path.lower().endswith((*_TAR_SUFFIXES, ".npy"))
+    other = os.path.isdir(path) or path.lower().endswith(_OTHER_SUFFIXES)
     return other or is_compressed(path)
 
 

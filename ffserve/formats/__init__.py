@@ -106,6 +106,6 @@ def detect(head: bytes, path: str, size: int) -> Format:
         "determines it",
         path=path,
         offset=0,
-        hint=f"if it is a record file, give its format, one of {', '.join(NAMES)}; `ffserve pack` "
-        "makes a record file of other files",
+        hint=f"if it is a record file, give its format, one of {', '.join(NAMES)}; else make one: "
+        "of lines of text (.txt, .jsonl) by `ffserve convert`, of other files by `ffserve pack`",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import io
 import json
@@ -19,7 +20,7 @@ from daemon import damage, sample
 
 import ffserve
 from ffserve import example
-from ffserve.convert import PLAN_NAME, convert
+from ffserve.convert import PLAN_NAME, convert, text_lines
 from ffserve.convert.inputs import split_name
 from ffserve.errors import ChecksumError, FormatError, ReadError, UsageError
 
@@ -120,6 +121,52 @@ def test_rows_of_an_array(tmp_path: Path) -> None:
     assert content(tmp_path / "a.ffr") == [row.tobytes() for row in rows]
     convert(tmp_path / "flat.npy", tmp_path / "b.tfrecord")
     assert content(tmp_path / "b.tfrecord") == [value.tobytes() for value in rows.ravel()]
+
+
+LINES = [b"one", b"", b"two", b"\rx\ry", b"three " * 40, b"last"]
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("closed", [True, False])
+def test_lines_of_a_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: bytes, closed: bool
+) -> None:
+    monkeypatch.setattr(text_lines, "_PIECE_SIZE", 7)
+    path = tmp_path / "corpus.txt"
+    path.write_bytes(end.join(LINES) + closed * end)
+    convert([path], tmp_path / "a.tfrecord", verify=True)
+    assert content(tmp_path / "a.tfrecord") == LINES
+    source = text_lines.TextLines(str(path))
+    assert source.count == len(LINES)
+    for first in range(8):
+        for stop in (*range(first, 8), None):
+            found = [bytes(line) for batch in source.records(first, stop) for line in batch]
+            assert found == LINES[first:stop]
+
+
+def test_lines_of_a_compressed_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"\n".join(LINES)))
+    convert([tmp_path / "a.jsonl.gz"], tmp_path / "a.ffr", verify=True)
+    assert content(tmp_path / "a.ffr") == LINES
+    for bad in (gzip.compress(b"one\n")[:-5], b"plain", gzip.compress(bytes(99))[:-9] + bytes(9)):
+        (tmp_path / "a.txt.gz").write_bytes(bad)
+        with pytest.raises(FormatError, match=r"a\.txt\.gz.*damaged"):
+            convert([tmp_path / "a.txt.gz"], tmp_path / "b.ffr")
+    assert not (tmp_path / "b.ffr").exists()
+
+
+def test_lines_in_shards_and_of_several_files(tmp_path: Path) -> None:
+    for k in range(2):
+        (tmp_path / f"{k}.jsonl").write_text("".join(f'{{"k": {k}{i}}}\n' for i in range(50)))
+    (tmp_path / "empty.txt").touch()
+    inputs = [tmp_path / "empty.txt", tmp_path / "*.jsonl"]
+    report = convert(inputs, tmp_path / "out", format="ffrecord", shards=3, verify=True)
+    assert report.samples == 100
+    assert content(tmp_path / "out") == [
+        b'{"k": %d%d}' % (k, i) for k in range(2) for i in range(50)
+    ]
+    with pytest.raises(FormatError, match="of lines of text"):
+        ffserve.open(tmp_path / "0.jsonl")
 
 
 @pytest.mark.parametrize("bad", [np.float32(3), np.array([{}], object), None])

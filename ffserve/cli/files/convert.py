@@ -66,8 +66,9 @@ def convert(
     """Convert records of any format to record files.
 
     IN are record files of any format, directories of them, patterns, tar files (WebDataset), .npy
-    arrays (a row is a record), directories of other files (a file is a record), or what other
-    packages write, read by these: MDS, litData, ArrayRecord, Parquet, Arrow, LMDB, HDF5.
+    arrays (a row is a record), .txt and .jsonl files (a line is a record), directories of other
+    files (a file is a record), or what other packages write, read by these: MDS, litData,
+    ArrayRecord, Parquet, Arrow, LMDB, HDF5.
 
     Names are kept: FFRecord stores them in an additional sample at the end; in tar they are those
     of the members; in the other formats, files that share a name up to its first dot become one
@@ -81,6 +82,7 @@ def convert(
       ffserve convert '/data/*.tfrecord.gz' train.tfrecord
       ffserve convert web-{000..099}.tar /fast/web --format ffrecord --shards 64 --jobs 8
       ffserve convert features.npy features.ffr --verify
+      ffserve convert corpus.txt lines.ffr
       ffserve convert mds/train train --format tar --fields jpg=image,cls=label --shards 16
     """
     from ffserve.convert import convert as run
