@@ -418,11 +418,11 @@ static uint64_t read_ahead(int fd, uint64_t begin, uint64_t file_size, size_t si
             uint8_t header[BLOCK];
             if (next[k] >= ends[k])
                 continue;
-            ssize_t got = pread(fd, header, BLOCK, (off_t)next[k]);
-            int64_t length = number(header + SIZE, 12);
-            uint64_t most = ends[k] - next[k];
-            if (got < BLOCK || !ffs_tar_header_is_valid(header) || length < 0 ||
-                (uint64_t)length >= most) {
+            int64_t length = -1;
+            if (pread(fd, header, BLOCK, (off_t)next[k]) == BLOCK &&
+                ffs_tar_header_is_valid(header))
+                length = number(header + SIZE, 12);
+            if (length < 0 || (uint64_t)length >= ends[k] - next[k]) {
                 next[k] = ends[k];
                 continue;
             }
