@@ -34,6 +34,7 @@ from benchmarks.harness.measuring import (
     files_below,
 )
 from benchmarks.harness.peers import BY_NAME, import_streaming
+from benchmarks.harness.relay import relayed
 from ffserve.bench import child_processes
 from ffserve.bench.ceilings import Case, Delivered
 from ffserve.bench.samples import MIB, BenchmarkData, size_label
@@ -44,7 +45,7 @@ HERE = "benchmarks.subjects.store"
 RATE = 50_000_000
 """Bytes a second of the link."""
 LONG_RATE, LONG_MS = 200_000_000, 20
-"""Bytes a second of a link that is long, and its milliseconds from a request to an answer."""
+"""Bytes a second of a link that is long, and the milliseconds by which it delays a request."""
 REQUESTS = ((4 << 10, 1000), (512 << 10, 300))
 """Bytes of single requests, and how many of them."""
 WHOLE_SIZE, LIMITED_SIZE, MIN_SIZE = 512 * MIB, 1024 * MIB, 128 * MIB
@@ -162,9 +163,10 @@ def origin(folder: str, read: str) -> Iterator[Origin]:
 @contextlib.contextmanager
 def static_origin(folder: str, *, is_long: bool) -> Iterator[Origin]:
     """Serve the same by nginx. Args: is_long: over a link of `LONG_RATE` and `LONG_MS`."""
-    rate = f"{8 * LONG_RATE}bit"
-    limit = ("netem", "delay", f"{LONG_MS}ms", "rate", rate, "limit", "50000") if is_long else ()
-    with _link(*limit) as (inside, host, counter), tempfile.TemporaryDirectory() as place:
+    limit = "tbf", "rate", f"{8 * LONG_RATE}bit", "burst", "1mb", "latency", "100ms"
+    with contextlib.ExitStack() as stack:
+        inside, host, counter = stack.enter_context(_link(*(limit if is_long else ())))
+        place = stack.enter_context(tempfile.TemporaryDirectory())
         config = Path(place) / "nginx.conf"
         config.write_text(
             f"daemon off; worker_processes 1; user root; pid {place}/pid; error_log /dev/null; "
@@ -173,8 +175,12 @@ def static_origin(folder: str, *, is_long: bool) -> Iterator[Origin]:
         )
         served = Origin(f"http://{host}:{PORT}", counter)
         command = [*inside, "nginx", "-e", os.devnull, "-c", str(config)]
-        with _running(command, ["curl", "-sfI", f"{served.endpoint}/{BUCKET}/small.ffr"]):
-            yield served
+        ready = ["curl", "-sfI", f"{served.endpoint}/{BUCKET}/small.ffr"]
+        stack.enter_context(_running(command, ready))
+        if is_long:  # not every kernel has `netem`
+            relay = stack.enter_context(relayed((host, PORT), LONG_MS / 1e3))
+            served = replace(served, endpoint=f"http://127.0.0.1:{relay.port}")
+        yield served
 
 
 @contextlib.contextmanager
@@ -438,7 +444,7 @@ def groups(
     if not shutil.which("nginx") or not shutil.which("curl"):
         note("store/long and store/request: not measured, they need nginx and curl")
     else:
-        found.append(_long(bench, remote_data(bench.folder, sizes[-1], int(WHOLE_SIZE * scale))))
+        found.append(_long(bench, remote_data(bench.folder, sizes[-1], int(LIMITED_SIZE * scale))))
         if importlib.util.find_spec("s3fs") is None:
             note("store/request: not measured, it needs s3fs")
         else:
