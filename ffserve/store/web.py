@@ -17,6 +17,7 @@ import io
 import os
 import re
 import select
+import socket
 import ssl
 import threading
 import weakref
@@ -110,21 +111,24 @@ class _Content(io.BufferedReader):
 
 class _Response(http.client.HTTPResponse):
     """Reads its headers itself: the parser of `email` takes a third of the CPU of a small request,
-    and lines for headers that are none. `headers` has their names in lower case."""
+    and lines for headers that are none. `fields` has them by their names in lower case."""
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
+    fields: Mapping[str, str]
+
+    def __init__(self, sock: socket.socket, method: str) -> None:
+        super().__init__(sock, method=method)
+        self._has_body = method != "HEAD"
         self.fp = _Content(self.fp.detach())
 
     def begin(self) -> None:
         """Read what is before the body of the final answer. Raises: OSError, ValueError."""
-        status, headers = 0, dict[str, str]()
+        status, version, headers = 0, b"", dict[str, str]()
         while status < 200:
             if not (line := self.fp.readline()):
-                raise http.client.RemoteDisconnected
+                raise http.client.RemoteDisconnected("")
             if (found := _STATUS.match(line)) is None:
                 raise http.client.BadStatusLine(line.decode("latin-1"))
-            status, headers = int(found[2]), {}
+            version, status, headers = found[1], int(found[2]), {}
             while (line := self.fp.readline()) not in (b"\r\n", b"\n"):
                 name, _, text = line.decode("latin-1").partition(":")
                 name, text = name.lower(), text.strip()
@@ -132,8 +136,7 @@ class _Response(http.client.HTTPResponse):
                     raise ConnectionError("the origin sent a line that is no header")
                 if headers.setdefault(name, text) != text:
                     headers[name] += f", {text}"
-        self.status, self.msg = status, headers  # type: ignore[assignment]
-        self.headers = headers  # type: ignore[assignment]
+        self.status, self.fields = status, headers
         length = headers.get("content-length", "0")
         if not _LENGTH.fullmatch(length):
             raise ValueError("the origin sent an invalid length")
@@ -141,12 +144,12 @@ class _Response(http.client.HTTPResponse):
             raise ValueError("the origin sent a body in an unknown coding")
         self.chunked, self.chunk_left = "transfer-encoding" in headers, None
         self.length = int(length) if "content-length" in headers else None
-        if self._method == "HEAD" or status in (204, 304):
+        if not self._has_body or status in (204, 304):
             self.chunked, self.length = False, 0
         elif self.chunked:
             self.length = None
         said = headers.get("connection", "").lower()
-        ends = "close" in said if found[1] == b"1" else "keep-alive" not in said
+        ends = "close" in said if version == b"1" else "keep-alive" not in said
         self.will_close = ends or (self.length is None and not self.chunked)
 
 
@@ -180,14 +183,14 @@ class Answer:
     ) -> None:
         self._web, self._address = web, to
         self._connection: http.client.HTTPConnection | None = connection
-        self._response = response = _Response(connection.sock, method=method)
+        self._response = response = _Response(connection.sock, method)
         try:
             response.begin()
         except BaseException:
             self.close()
             raise
         self.status = response.status
-        self.headers: Mapping[str, str] = response.headers
+        self.headers = response.fields
         if response.length == 0:
             self.read(0)
 
