@@ -7,7 +7,6 @@ its records in order. No source is ever in memory as a whole.
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import tarfile
 from collections.abc import Iterator, Sequence
@@ -20,12 +19,14 @@ import numpy as np
 
 from ffserve import Batch, example, formats
 from ffserve import reader as readers
+from ffserve.convert.locations import opened
 from ffserve.dataset.paths import PathLike, expand_paths
 from ffserve.disk.files import is_compressed, os_error, wrap_os_error
-from ffserve.errors import FFServeError, FormatError, ReadError, UsageError
+from ffserve.errors import FFServeError, FormatError, MissingFile, ReadError, UsageError
 from ffserve.folders import files_below
 from ffserve.formats import Foreign, kind_of
 from ffserve.formats.base import HEAD_SIZE
+from ffserve.store.public import is_url, shown
 
 BATCH_COUNT = 16_384
 LOOKED_AT = 16
@@ -215,11 +216,13 @@ class TarMembers:
     def _members(self, *, content: bool) -> Iterator[Record]:
         [path] = self.files
         try:
-            with tarfile.open(path) as archive:
+            with opened(path) as file, tarfile.open(fileobj=file) as archive:
                 place = archive.fileobj
                 assert place is not None
-                plain = isinstance(place, io.BufferedReader)
-                size = os.path.getsize(path)
+                plain = place is file
+                at = file.tell()
+                size = file.seek(0, os.SEEK_END)
+                file.seek(at)
                 for member in archive:
                     # tarfile keeps every member; without this, memory grows with the archive.
                     archive.members = []  # type: ignore[attr-defined]
@@ -404,6 +407,12 @@ def find_sources(inputs: PathLike | Sequence[PathLike], out: str) -> list[InputS
                 "the output is also an input", path=path, hint="choose another output path"
             )
         lower = path.lower()
+        if is_url(path) and lower.endswith(".npy"):
+            raise UsageError(
+                "arrays are converted from local files only",
+                path=shown(path),
+                hint="`ffserve stage URL -o DIRECTORY` copies it",
+            )
         if os.path.isdir(path) or lower.endswith((*_TAR_SUFFIXES, ".npy")) or is_compressed(path):
             flush()
             if os.path.isdir(path):
@@ -422,10 +431,18 @@ def find_sources(inputs: PathLike | Sequence[PathLike], out: str) -> list[InputS
 
 def _expand(path: str) -> tuple[str, ...]:
     """Return the files of a path; a directory of other files is returned as it is."""
+    own = tuple(suffix for suffix in formats.suffixes() if suffix not in _TAR_SUFFIXES)
+    remote = is_url(path)
+    for suffixes in (own, _TAR_SUFFIXES) if remote or os.path.isdir(path) else ():
+        with contextlib.suppress(MissingFile if remote else ReadError):
+            return expand_paths(path, suffixes=suffixes)
     if os.path.isdir(path):
-        own = tuple(suffix for suffix in formats.suffixes() if suffix not in _TAR_SUFFIXES)
-        for suffixes in (own, _TAR_SUFFIXES):
-            with contextlib.suppress(ReadError):
-                return expand_paths(path, suffixes=suffixes)
         return (path,)
-    return expand_paths(path)
+    found = expand_paths(path)
+    if remote:
+        raise UsageError(
+            "the directory has no record files, and only local files become records",
+            path=shown(path),
+            hint="`ffserve stage URL -o DIRECTORY` copies it; convert that directory",
+        )
+    return found

@@ -8,7 +8,7 @@ An object is identified by URL, size, ETag (or the version that its origin has i
 modification time. An answer to a read says to which version its bytes belong; if it does not, the
 object is looked at again after the read. So no two versions of an object are ever mixed.
 
-Nothing is written to an origin, and nothing is deleted there. Credentials are those that the
+Nothing here writes to an origin (`public.py: RemoteDirectory` does). Credentials are those that the
 packages find (environment, their own files), or those of an `Access` and no others. No message
 contains any.
 """
@@ -97,12 +97,18 @@ def file_system(url: str, access: Access | None = None) -> tuple[Any, str]:
         raise UsageError(
             f"the protocol {protocol}:// needs a package that is missing: {error}",
             path=urls.shown(url),
-            hint=f"pip install {scheme.package}" if scheme.package else None,
+            hint=_installing(scheme, error),
         ) from None
     except ValueError as error:
         raise UsageError(f"invalid URL: {error}", path=urls.shown(url)) from None
     except Exception as error:
         raise failure(error, url) from error
+
+
+def _installing(scheme: Scheme, error: ImportError) -> str | None:
+    """Return what installs the package of a scheme. fsspec names those of others itself."""
+    ours = scheme.package is not None and (scheme.package != "fsspec" or error.name == "fsspec")
+    return f"pip install {scheme.package}" if ours else None
 
 
 # ---- what failed ---------------------------------------------------------------------------------

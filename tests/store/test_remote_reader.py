@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import command
 import pytest
 from daemon import run_python, serving, until
 from origins import HttpOrigin, ask_origins, settled
@@ -500,10 +501,40 @@ def test_commands_take_urls(
     assert run(["convert", url, str(tmp_path / "out.tfrecord")]) == 0
     with ffserve.open(tmp_path / "out.tfrecord", server="off") as reader:
         assert plain(reader) == samples
+    assert command.run("cat", url, "3").stdout == samples[3]
+    assert run(["simulate", "--json", "--cache", "0.5", "--samples", "1000", url]) == 0
     assert run(["verify", f"{server.url}/none.ffr"]) == 2
-    assert run(["index", url]) == 2
-    assert "written for local files only" in capsys.readouterr().err
     assert not (tmp_path / "store").exists()
+    capsys.readouterr()
+    assert run(["convert", url, f"{server.url}/out.ffr"]) == 2
+    assert "error: " + server.url in (said := capsys.readouterr().err)
+    assert "cannot write to http:// URLs" in said
+    assert "hint: write to a local path, or to an object store" in said
+    assert run(["convert", f"{server.url}/rows.npy", str(tmp_path / "rows.ffr")]) == 2
+
+
+def test_a_package_that_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["verify", "oss://bucket/a.ffr"]) == 2
+    said = capsys.readouterr().err
+    assert "error: oss://bucket/a.ffr: the protocol oss:// needs a package that is missing" in said
+    assert "ossfs" in said and "pip install fsspec" not in said
+
+
+def test_the_index_of_a_remote_file_comes_into_the_store(
+    server: HttpOrigin, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = served(server, tmp_path, "tfrecord", samples_of(50, 400))
+    assert run(["index", url]) == 0
+    assert "1 file indexed, 50 samples" in capsys.readouterr().out
+    total = server.total
+    assert run(["index", "--json", url]) == 0
+    [facts] = json.loads(capsys.readouterr().out)
+    assert facts["index"].startswith(str(tmp_path / "store"))
+    assert facts["samples"] == 50
+    assert run(["index", "--renew", url]) == 0
+    assert server.total == total
+    assert run(["index", served(server, tmp_path, "ffrecord", samples_of(5, 10), "b")]) == 0
+    assert "1 file with tables" in capsys.readouterr().out
 
 
 # ---- a daemon that is started --------------------------------------------------------------------

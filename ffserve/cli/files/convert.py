@@ -54,9 +54,10 @@ def convert(
     """Convert records of any format to record files.
 
     IN are record files of any format, directories of them, patterns, tar files (WebDataset), .npy
-    arrays (a row is a record), or directories of other files (a file is a record). Names are kept:
-    FFRecord stores them in an additional sample at the end; in the other formats, files that share
-    a name up to its first dot become one tf.train.Example.
+    arrays (a row is a record), or directories of other files (a file is a record). Record files,
+    tar files and OUT may be URLs. Names are kept: FFRecord stores them in an additional sample at
+    the end; in the other formats, files that share a name up to its first dot become one
+    tf.train.Example.
 
     A file takes its name when it is complete, so an interrupted run leaves no partial file. With
     --shards, completed files are kept when the same command runs again; without, conversion starts

@@ -199,8 +199,8 @@ def _print_description(facts: dict[str, Any]) -> None:
 def inspect(files: tuple[str, ...], format_name: str | None, as_json: bool) -> int:
     """Show samples, sizes, checksums and names of record files.
 
-    Only metadata are read and checked. FILES are files, directories or patterns. The exit code is
-    1 if a file is not a valid record file, and 2 if files are missing or not readable.
+    Only metadata are read and checked. FILES are files, directories, patterns or URLs. The exit
+    code is 1 if a file is not a valid record file, and 2 if files are missing or not readable.
 
     \b
       ffserve inspect train.ffr
