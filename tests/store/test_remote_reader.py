@@ -510,7 +510,16 @@ def test_commands_take_urls(
     assert "error: " + server.url in (said := capsys.readouterr().err)
     assert "cannot write to http:// URLs" in said
     assert "hint: write to a local path, or to an object store" in said
-    assert run(["convert", f"{server.url}/rows.npy", str(tmp_path / "rows.ffr")]) == 2
+    lines = server.put("t/lines.txt", b"one\ntwo\n")
+    for source in (lines, f"{server.url}/t/"):
+        assert run(["convert", source, str(tmp_path / "lines.ffr")]) == 0
+        with ffserve.open(tmp_path / "lines.ffr", server="off") as reader:
+            assert plain(reader) == [b"one", b"two"]
+    for other in (server.put("rows.npy", b"x"), server.put("u/x.jpg", b"x").removesuffix("x.jpg")):
+        capsys.readouterr()
+        assert run(["convert", other, str(tmp_path / "none.ffr")]) == 2
+        assert "hint: `ffserve stage URL -o DIRECTORY`" in capsys.readouterr().err
+    assert run(["convert", f"{server.url}/none/", str(tmp_path / "none.ffr")]) == 2
 
 
 def test_a_package_that_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
