@@ -50,6 +50,8 @@ class RangedObject:
         self.identity, self.size = identity, identity.size
         self.shown = urls.shown(identity.url)
         self._remote = RemoteFile(identity)
+        self._head, self._head_used = b"", 0
+        """The first bytes, while the object is opened, and how many of them were read."""
 
     def after_fork(self) -> None:
         """Prepare a child process to connect anew."""
@@ -64,6 +66,10 @@ class RangedObject:
 
     def _fetch(self, start: int, end: int) -> bytes:
         return call(self.identity.url, partial(self._remote.read, start, end))
+
+    def spare(self) -> None:
+        """Keep only those of the first bytes that were read, which may be read once more."""
+        self._head = self._head[: self._head_used]
 
     def ask(self, start: int, end: int) -> Future[Outcome]:
         """Ask for bytes; return at once. The exception of the future is an FFServeError."""
@@ -92,20 +98,22 @@ class RangedObject:
         Raises: as `fetch`, when it is called.
         """
         head = min(HEAD_SIZE, self.size)
-        first_bytes = b""
+        self._head, self._head_used = b"", 0
         pieces: _Pieces | None = None
         last, streak = range(0), 0
         kept: dict[range, bytes] = {}
         room = KEPT_SIZE
 
         def read(offset: int, into: memoryview, /) -> int:
-            nonlocal first_bytes, pieces, last, streak, room
+            nonlocal pieces, last, streak, room
             end = min(offset + len(into), self.size)
             if end <= offset:
                 return 0
             if end <= head:
-                first_bytes = first_bytes or self.fetch(0, head)
-                into[: end - offset] = first_bytes[offset:end]
+                if end > len(self._head):
+                    self._head = self.fetch(0, head)
+                self._head_used = max(self._head_used, end)
+                into[: end - offset] = self._head[offset:end]
                 return end - offset
             streak = streak + 1 if last.start <= offset <= last.stop + NEAR else 0
             last = range(offset, end)

@@ -146,6 +146,8 @@ def _parsed(opened: RangedObject, how: How, seen: Callable[[int], object] | None
     except FormatError:
         # Tables may have been damaged on their way: all of their bytes are asked for again.
         return read()
+    finally:
+        opened.spare()  # the tables of all shards are entered together, when all are here
 
 
 def identified(urls: Sequence[str]) -> tuple[ObjectVersion, ...]:
