@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import resource
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,6 +28,8 @@ LATENCY_S = 0.02
 SAMPLES, SAMPLE_SIZE = 16, 4096
 THREADS = 64
 """Of the yardstick."""
+DESCRIPTORS = 10
+"""The daemon needs fewer for a remote file, of which half are for one user."""
 
 
 def _first_batch(case: Case) -> dict[str, float]:
@@ -82,7 +85,7 @@ def opening_plainly(case: Case) -> Delivered:
     yield {"open_ms": (time.perf_counter() - begun) * 1e3}
 
 
-def group(bench: Bench, count: int) -> Group:
+def group(bench: Bench, count: int, note: Callable[[str], None]) -> Group:
     """Return the group. Args: count: of files."""
     path = os.path.join(bench.folder, "one-of-many.ffr")
     one = BenchmarkData("one", (path,), SAMPLES, SAMPLES * SAMPLE_SIZE, SAMPLE_SIZE)
@@ -113,16 +116,22 @@ def group(bench: Bench, count: int) -> Group:
             Row(first, f"{text} has its first batch", _total("batch_ms"), "ms", at_most=True),
         )
 
+    by_daemon = [
+        Contestant("the first client", lambda: run("opening", daemon=True),
+                   rows("first", "the first client of a daemon", 3000.0)),
+        Contestant("a second client", lambda: run("opening", daemon=True, kept=True),
+                   rows("second", "a second client", 300.0)),
+    ]  # fmt: skip
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < DESCRIPTORS * count:
+        note(f"store/{count}-shards: no daemon, it may have too few files open (ulimit -Hn)")
+        by_daemon.clear()
     return Group(
         f"{count:,} remote files over {LATENCY_S * 1e3:.0f} ms",
         Yardstick("the same bytes by threads", lambda: run("opening_plainly")),
         (
             Contestant("without a daemon", lambda: run("opening"),
                        rows("ranges", "a client without a daemon", 3000.0)),
-            Contestant("the first client", lambda: run("opening", daemon=True),
-                       rows("first", "the first client of a daemon", 3000.0)),
-            Contestant("a second client", lambda: run("opening", daemon=True, kept=True),
-                       rows("second", "a second client", 300.0)),
+            *by_daemon,
         ),
         one.make, {"state": "remote", "bytes": SAMPLE_SIZE, "batch": 64},
     )  # fmt: skip

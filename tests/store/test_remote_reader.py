@@ -10,6 +10,7 @@ import random
 import struct
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -546,7 +547,42 @@ def test_the_index_of_a_remote_file_comes_into_the_store(
     assert "1 file with tables" in capsys.readouterr().out
 
 
+def test_many_files_are_opened_at_the_same_time(server: HttpOrigin, tmp_path: Path) -> None:
+    """At most 16 were, and the first 64 KiB of each stayed in memory until all were open."""
+    content = record_file(tmp_path, "ffrecord", samples_of(60, 2000))
+    many = [server.put(f"n{k:03}.ffr", content) for k in range(400)]
+    server.held.update(f"n{k:03}.ffr" for k in range(40))
+    lengths: list[int] = []
+
+    def opened() -> None:
+        with ffserve.open(many, server="off") as reader:
+            lengths.append(len(reader))
+
+    thread = threading.Thread(target=opened)
+    tracemalloc.start()
+    try:
+        thread.start()
+        until(lambda: server.answering >= 40, "the first 40 are on their way")
+        server.held.clear()
+        thread.join(60)
+        assert lengths == [400 * 60]
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
 # ---- a daemon that is started --------------------------------------------------------------------
+
+
+def test_a_daemon_of_ones_own_does_not_look_for_what_its_user_has_found(
+    server: HttpOrigin, tmp_path: Path, started: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(started, monkeypatch)
+    content = record_file(tmp_path, "ffrecord", samples_of(6, 2000))
+    many = [server.put(f"n{k}.ffr", content) for k in range(20)]
+    with ffserve.open(many) as reader:
+        assert (len(reader), reader.source[:6]) == (120, "daemon")
+    assert server.requests["HEAD"] == 20 + 1
 
 
 @pytest.mark.stores
