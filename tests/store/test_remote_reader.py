@@ -33,6 +33,7 @@ from ffserve.errors import (
     ServerUnavailable,
     TruncatedError,
 )
+from ffserve.limits import OPENED_AT_ONCE
 from ffserve.reads.fetched import GAP
 from ffserve.store import fetching, ranges
 
@@ -551,7 +552,7 @@ def test_many_files_are_opened_at_the_same_time(server: HttpOrigin, tmp_path: Pa
     """At most 16 were, and the first 64 KiB of each stayed in memory until all were open."""
     content = record_file(tmp_path, "ffrecord", samples_of(60, 2000))
     many = [server.put(f"n{k:03}.ffr", content) for k in range(400)]
-    server.held.update(f"n{k:03}.ffr" for k in range(40))
+    server.held.update(f"n{k:03}.ffr" for k in range(100))
     lengths: list[int] = []
 
     def opened() -> None:
@@ -562,7 +563,9 @@ def test_many_files_are_opened_at_the_same_time(server: HttpOrigin, tmp_path: Pa
     tracemalloc.start()
     try:
         thread.start()
-        until(lambda: server.answering >= 40, "the first 40 are on their way")
+        until(lambda: server.answering >= OPENED_AT_ONCE, "the first ones are on their way")
+        time.sleep(0.2)
+        assert server.answering == OPENED_AT_ONCE
         server.held.clear()
         thread.join(60)
         assert lengths == [400 * 60]
