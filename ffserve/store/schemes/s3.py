@@ -172,11 +172,11 @@ class S3Objects(Objects):
         if self._key[0] != made:
             key = made[0].encode()
             for part in scope:
-                key = hmac.new(key, part.encode(), "sha256").digest()
+                key = hmac.digest(key, part.encode(), "sha256")
             self._key = made, key
         told = "/".join(scope)
         message = f"AWS4-HMAC-SHA256\n{stamp}\n{told}\n{digest}"
-        signature = hmac.new(self._key[1], message.encode(), "sha256").hexdigest()
+        signature = hmac.digest(self._key[1], message.encode(), "sha256").hex()
         signed["Authorization"] = (
             f"AWS4-HMAC-SHA256 Credential={options['key']}/{told}, SignedHeaders={listed}, "
             f"Signature={signature}"
