@@ -194,7 +194,7 @@ closed."""
 OWN_SIZE = 32 << 20
 """Memory of a daemon beside its arena when it starts, with a margin. Tables of samples and orders
 come on top (docs/CONFIGURATION.md)."""
-BOUNCES_KEPT = 48 << 20
+BOUNCES_KEPT = 64 << 20
 """Bytes of buffers that engines keep for further reads (FFS_BOUNCES_KEPT in
 engine/reading/backend.h)."""
 ORDERS_SHARE, LEAST_ORDERS_SIZE = 4, 1 << 30
