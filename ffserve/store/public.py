@@ -13,9 +13,8 @@ from ffserve.store.fetching import call, find, identity_of, process_fetcher, tri
 from ffserve.store.object_tables import parsed
 from ffserve.store.origin import HIDDEN, SPECIAL, ObjectVersion, failure, file_system, sized
 from ffserve.store.ranges import RangedObject, ReadAtStream
-from ffserve.store.staging import Staging, plan_staging
+from ffserve.store.staging import Staging, plan_staging, warm_up
 from ffserve.store.urls import check_name, is_url, is_web, literal, local_path, name_of, shown
-from ffserve.store.warming import warm_up
 
 __all__ = [
     "HIDDEN",

@@ -17,6 +17,7 @@ from typing import Any
 from ffserve.errors import FFServeError
 from ffserve.formats.base import ReadAt
 from ffserve.store import urls
+from ffserve.store.directory import BLOCK_SIZE
 from ffserve.store.fetching import NOW, Outcome, call, threads_of
 from ffserve.store.origin import ObjectVersion, RemoteFile
 
@@ -44,32 +45,40 @@ class RangedObject:
         self._range_size = range_size
         self.identity, self.size = identity, identity.size
         self.shown = urls.shown(identity.url)
-        self._remote = RemoteFile(identity)
+        self._remote = RemoteFile(identity, block_size=BLOCK_SIZE)
 
     def after_fork(self) -> None:
         """Prepare a child process to connect anew."""
         self._remote.after_fork()
 
-    def ask(self, start: int, end: int) -> Future[Outcome]:
-        """Ask for bytes; return at once. The exception of the future is an FFServeError."""
+    def ask(self, start: int, end: int, *, direct: bool = False) -> Future[Outcome]:
+        """Ask for bytes; return at once. The exception of the future is an FFServeError.
+
+        Args: direct: as of `RemoteFile.read`.
+        """
         future: Future[Outcome] = Future()
-        url = self.identity.url
-        threads_of(url).put(NOW, lambda: call(url, partial(self._remote.read, start, end)), future)
+        url, read = self.identity.url, partial(self._remote.read, start, end, direct=direct)
+        threads_of(url).put(NOW, lambda: call(url, read), future)
         return future
 
-    def ask_all(self, start: int, end: int) -> list[tuple[int, int, Future[Outcome]]]:
+    def ask_all(
+        self, start: int, end: int, *, direct: bool = False
+    ) -> list[tuple[int, int, Future[Outcome]]]:
         """Ask for an extent, as far as the object has bytes there, by requests of limited size.
 
+        Args:    direct: as of `ask`.
         Returns: begin, end and future of each.
         """
-        end = min(end, self.size)
-        edges = [*range(start, end, self._range_size), end]
-        return [(a, b, self.ask(a, b)) for a, b in pairwise(edges)]
+        end, size, first = min(end, self.size), self._range_size, start
+        if not direct and self._remote.is_cached:  # each block by itself
+            size, first = BLOCK_SIZE, start // BLOCK_SIZE * BLOCK_SIZE
+        edges = [start, *range(first + size, end, size), end]
+        return [(a, b, self.ask(a, b, direct=direct)) for a, b in pairwise(edges) if a < b]
 
     def ask_again(self, offset: int, length: int) -> Iterator[memoryview]:
         """Yield the bytes of an extent that has come damaged, unless the origin fails."""
         with contextlib.suppress(FFServeError):
-            coming = self.ask_all(offset, offset + length)
+            coming = self.ask_all(offset, offset + length, direct=True)
             yield memoryview(b"".join(bytes_of(future) for _, _, future in coming))
 
     def read_at(self) -> ReadAt:

@@ -108,7 +108,9 @@ class _Content(io.BufferedReader):
         return line
 
 
-class _Response(http.client.HTTPResponse):
+class Response(http.client.HTTPResponse):
+    """An answer as `http.client` reads it, of which no line is taken without its end."""
+
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.fp = _Content(self.fp.detach())
@@ -257,7 +259,7 @@ class Web:
             raise ValueError("a header has more than one line")
         encoded = {name: text.encode() for name, text in given.items()}
         while True:
-            connection = self._idle_one(to) or self._new(to, proxy)
+            connection = self._idle_one(to) or self.new_connection(to, proxy)
             used = connection.sock is not None
             try:
                 if not used:
@@ -285,7 +287,8 @@ class Web:
                 return found
             found.close()
 
-    def _new(self, to: WebAddress, proxy: _Proxy | None) -> http.client.HTTPConnection:
+    def new_connection(self, to: WebAddress, proxy: _Proxy | None) -> http.client.HTTPConnection:
+        """Return a connection that is not open yet."""
         place = proxy[:2] if proxy is not None else (to.host, to.port)
         made = http.client.HTTPConnection(*place, self._connect_s)
         if to.tls:
@@ -293,7 +296,7 @@ class Web:
             made = http.client.HTTPSConnection(*place, timeout=self._connect_s, context=tls)
             if proxy is not None:
                 made.set_tunnel(to.host, to.port, dict(proxy[2]))
-        made.response_class = _Response
+        made.response_class = Response
         return made
 
     def keep(self, to: WebAddress, connection: http.client.HTTPConnection) -> None:

@@ -99,7 +99,9 @@ class RangedSource(LocalSource):
     def _new_engine(self) -> FetchingEngine:
         fetches = {
             self._files.fd(shard): FetchedFile(
-                opened.ask_all, partial(self._faults.read_wrong, shard)
+                opened.ask_all,
+                partial(opened.ask_all, direct=True),
+                partial(self._faults.read_wrong, shard),
             )
             for shard, opened in enumerate(self._objects)
             if opened is not None
