@@ -48,8 +48,8 @@ PAGES = {
     "Tutorials": "tutorials/README tutorials/pictures tutorials/tokens tutorials/sweep "
     "tutorials/store",
     "How to": "howto/install howto/pictures howto/train howto/read howto/convert "
-    "howto/several-jobs howto/without-daemon howto/remote howto/service howto/mount howto/replace "
-    "howto/command-line INPUTS SPARK RAY KUBERNETES OPERATIONS",
+    "howto/several-jobs howto/without-daemon howto/remote howto/many-nodes howto/service "
+    "howto/mount howto/replace howto/command-line INPUTS SPARK RAY KUBERNETES OPERATIONS",
     "Reference": "api TORCH CONFIGURATION REFERENCE FORMATS POLICY SECURITY GLOSSARY BENCHMARKS",
     "Development": "CONTRIBUTING ARCHITECTURE PROTOCOL decisions/README CHANGELOG",
 }

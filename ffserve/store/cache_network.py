@@ -7,7 +7,9 @@ version that is wanted, as an answer of the origin is. Whether a user may read a
 the origin, before the cache is asked for anything (`origin.py: RemoteFile`).
 
 The cache is never needed. A request may take CONNECT_S and ANSWER_S. After one that failed, the
-origin is asked, and a thread of its own finds out now and then whether the cache works again.
+origin is asked, and a thread of its own finds out now and then whether the cache works again. A
+request that is late while others are answered may have waited for a slow origin, which all nodes
+would ask without the cache: fewer are sent at a time then, as by TCP's congestion control.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+from ffserve.limits import ORIGIN_THREADS
 from ffserve.store.web import Answer, Response, Web, address_of
 
 log = logging.getLogger("ffserve")
@@ -164,8 +167,12 @@ class Route:
 
     def reset(self) -> None:
         """Know nothing of the cache."""
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._failed = self._probing = False
+        self._active, self._most = 0, float(ORIGIN_THREADS)
+        """Requests on their way, and how many there may be."""
+        self._answered = self._halved = -math.inf
+        """When the last answer came, and when fewer were allowed."""
         self._pause = self._next = 0.0
         self._logged = self._worked = -math.inf
         """When a failure was last logged, and when the cache last began to work."""
@@ -176,21 +183,52 @@ class Route:
 
         Args: name: of the origin, for the log. attempt: raises what was wrong.
         """
-        if not self._failed:
-            try:
-                return attempt()
-            except Exception as error:
-                self.failed(network, name, error)
-                return None
         with self._lock:
-            probe = not self._probing and time.monotonic() >= self._next
+            while not self._failed and self._active >= int(self._most):
+                self._lock.wait()
+            if works := not self._failed:
+                self._active += 1
+            probe = not (works or self._probing) and time.monotonic() >= self._next
             self._probing |= probe
+        if works:
+            return self._asked(network, name, attempt)
         if probe:
             given = network, name, attempt
             threading.Thread(
                 target=self._probe, args=given, name="ffserve-cache", daemon=True
             ).start()
         return None
+
+    def _asked(self, network: CacheNetwork, name: str, attempt: Callable[[], T | None]) -> T | None:
+        begun = time.monotonic()
+        try:
+            found = attempt()
+        except Exception as error:
+            if isinstance(error.__cause__ or error, TimeoutError) and self._is_only_late(begun):
+                network.faults += 1
+            else:
+                self.failed(network, name, error)
+            return None
+        else:
+            with self._lock:
+                self._answered = time.monotonic()
+                self._most = min(self._most + 1 / self._most, ORIGIN_THREADS)
+            return found
+        finally:
+            with self._lock:
+                self._active -= 1
+                self._lock.notify(2)  # one more may be allowed now
+
+    def _is_only_late(self, begun: float) -> bool:
+        """Whether a request that came to nothing may have waited for the origin; fewer are sent at
+        a time then."""
+        with self._lock:
+            if begun < self._halved:
+                return True
+            if self._answered < begun or self._most < 2:
+                return False
+            self._most, self._halved = self._most / 2, time.monotonic()
+            return True
 
     def _probe(self, network: CacheNetwork, name: str, attempt: Callable[[], object]) -> None:
         """Find out whether the cache works again, in a thread that nobody waits for."""
@@ -201,7 +239,7 @@ class Route:
         with self._lock:
             self._probing, self._failed = False, not works
             if works:
-                self._worked = time.monotonic()
+                self._worked, self._most = time.monotonic(), 2.0
             else:
                 self._wait()
         if works:
@@ -221,6 +259,7 @@ class Route:
             if now > self._worked + LOGGED_S:
                 self._pause = 0.0
             self._wait()
+            self._lock.notify_all()
             if now < self._logged + LOGGED_S:
                 return
             self._logged = now

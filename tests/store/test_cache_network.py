@@ -8,6 +8,7 @@ import random
 import re
 import ssl
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,6 +156,43 @@ def test_a_cache_that_fails_again_is_left_alone_for_longer(monkeypatch: pytest.M
     now += 100
     route.fetch(network, "o", lambda: 1 // 0)
     assert route._next - now == 1.0
+
+
+def test_a_cache_before_a_slow_origin_made_all_nodes_ask_the_origin() -> None:
+    """What is late while others are answered lets fewer be sent at a time."""
+    network, route = CacheNetwork("http://127.0.0.1:9"), Route()
+    begun, ends = threading.Semaphore(0), [threading.Semaphore(0), threading.Semaphore(0)]
+
+    def fetch(late: bool) -> None:
+        def attempt() -> int:
+            begun.release()
+            ends[late].acquire()
+            if late:
+                raise TimeoutError
+            return 1
+
+        route.fetch(network, "o", attempt)
+
+    for _ in range(3):
+        expected = int(route._most)
+        late_count = expected // 2
+        lateness = [k < late_count for k in range(expected)]
+        threads = [threading.Thread(target=fetch, args=(late,)) for late in lateness]
+        for each in threads:
+            each.start()
+        assert all(begun.acquire(timeout=5) for _ in threads)
+        extra = threading.Thread(target=fetch, args=(False,))
+        extra.start()
+        assert not begun.acquire(timeout=0.05), "no more are sent"
+        ends[False].release(expected - late_count)
+        for each in threads[late_count:]:
+            each.join()
+        ends[True].release(late_count)
+        ends[False].release()
+        for each in (*threads, extra):
+            each.join()
+        assert begun.acquire(timeout=5) and not route._failed
+        assert route._most < 0.8 * expected
 
 
 def test_records_that_came_wrong_from_the_cache_come_from_the_origin(
