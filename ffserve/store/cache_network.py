@@ -8,8 +8,9 @@ the origin, before the cache is asked for anything (`origin.py: RemoteFile`).
 
 The cache is never needed. A request may take CONNECT_S and ANSWER_S. After one that failed, the
 origin is asked, and a thread of its own finds out now and then whether the cache works again. A
-request that is late while others are answered may have waited for a slow origin, which all nodes
-would ask without the cache: fewer are sent at a time then, as by TCP's congestion control.
+request that breaks off while others are answered was perhaps at one member of many that ended; only
+this one is asked of the origin then. One that is late may have waited for a slow origin, which all
+nodes would ask without the cache: fewer are sent at a time, as by TCP's congestion control.
 """
 
 from __future__ import annotations
@@ -204,7 +205,8 @@ class Route:
         try:
             found = attempt()
         except Exception as error:
-            if isinstance(error.__cause__ or error, TimeoutError) and self._is_only_late(begun):
+            late = isinstance(error.__cause__ or error, TimeoutError)
+            if (late or getattr(error, "again", False)) and self._serves_others(begun, late):
                 network.faults += 1
             else:
                 self.failed(network, name, error)
@@ -219,15 +221,17 @@ class Route:
                 self._active -= 1
                 self._lock.notify(2)  # one more may be allowed now
 
-    def _is_only_late(self, begun: float) -> bool:
-        """Whether a request that came to nothing may have waited for the origin; fewer are sent at
-        a time then."""
+    def _serves_others(self, begun: float, late: bool) -> bool:
+        """Whether others were answered lately, so that the cache is asked again; if this request
+        was late, fewer are sent at a time then."""
         with self._lock:
-            if begun < self._halved:
-                return True
-            if self._answered < begun or self._most < 2:
+            now = time.monotonic()
+            if now - self._answered > ANSWER_S:
                 return False
-            self._most, self._halved = self._most / 2, time.monotonic()
+            if late and begun > self._halved:
+                if self._most < 2:
+                    return False
+                self._most, self._halved = self._most / 2, now
             return True
 
     def _probe(self, network: CacheNetwork, name: str, attempt: Callable[[], object]) -> None:

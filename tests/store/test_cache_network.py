@@ -123,12 +123,16 @@ def test_a_cache_that_fails_costs_two_seconds_once(
     assert time.monotonic() - begun < LOST_S + 0.5
     if wrong:
         return
+    network = cache_network.current()
+    assert network is not None and network.faults == 1 and network.sent == BLOCK
+    if not caplog.records:  # it broke off, perhaps at one member of many, while others answered
+        time.sleep(LOST_S)
+        assert bytes_of(opened.ask(BLOCK, 2 * BLOCK)) == content[BLOCK : 2 * BLOCK]
     known, begun = len(cache.asked), time.monotonic()
     for k in range(2, 5):
         assert bytes_of(opened.ask(k * BLOCK, (k + 1) * BLOCK)) == content[k * BLOCK :][:BLOCK]
     assert time.monotonic() - begun < 0.5 and len(cache.asked) == known
-    network = cache_network.current()
-    assert network is not None and network.faults == 1 and network.sent == BLOCK
+    assert network.faults <= 2 and network.sent == BLOCK
     [line] = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert re.fullmatch(FAILED, line), line
     caplog.clear()
@@ -161,13 +165,14 @@ def test_a_cache_that_fails_again_is_left_alone_for_longer(monkeypatch: pytest.M
 def test_a_cache_before_a_slow_origin_made_all_nodes_ask_the_origin() -> None:
     """What is late while others are answered lets fewer be sent at a time."""
     network, route = CacheNetwork("http://127.0.0.1:9"), Route()
-    begun, ends = threading.Semaphore(0), [threading.Semaphore(0), threading.Semaphore(0)]
+    begun = threading.Semaphore(0)
+    in_time, too_late, extra_end = (threading.Semaphore(0) for _ in range(3))
 
-    def fetch(late: bool) -> None:
+    def fetch(end: threading.Semaphore) -> None:
         def attempt() -> int:
             begun.release()
-            ends[late].acquire()
-            if late:
+            end.acquire()
+            if end is too_late:
                 raise TimeoutError
             return 1
 
@@ -176,19 +181,19 @@ def test_a_cache_before_a_slow_origin_made_all_nodes_ask_the_origin() -> None:
     for _ in range(3):
         expected = int(route._most)
         late_count = expected // 2
-        lateness = [k < late_count for k in range(expected)]
-        threads = [threading.Thread(target=fetch, args=(late,)) for late in lateness]
+        ends = [too_late if k < late_count else in_time for k in range(expected)]
+        threads = [threading.Thread(target=fetch, args=(end,)) for end in ends]
         for each in threads:
             each.start()
         assert all(begun.acquire(timeout=5) for _ in threads)
-        extra = threading.Thread(target=fetch, args=(False,))
+        extra = threading.Thread(target=fetch, args=(extra_end,))
         extra.start()
         assert not begun.acquire(timeout=0.05), "no more are sent"
-        ends[False].release(expected - late_count)
+        in_time.release(expected - late_count)
         for each in threads[late_count:]:
             each.join()
-        ends[True].release(late_count)
-        ends[False].release()
+        too_late.release(late_count)
+        extra_end.release()
         for each in (*threads, extra):
             each.join()
         assert begun.acquire(timeout=5) and not route._failed
