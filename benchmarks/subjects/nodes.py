@@ -188,7 +188,7 @@ def groups(bench: Bench, sample_size: int, scale: float, note: Note) -> list[Gro
     if os.geteuid() != 0 or not all(map(shutil.which, programs)) or store.rclone() is None:
         note("nodes: not measured, it needs root, iproute2, nginx, openssl and rclone")
         return []
-    size = max(int(store.WHOLE_SIZE * scale / COUNT), store.MIN_SIZE)
+    size = max(int(store.WHOLE_SIZE * scale / 2), store.MIN_SIZE)
     data = store.remote_data(bench.folder, sample_size, size)
 
     def run(*, cached: bool, kill: bool = False) -> Result:

@@ -98,6 +98,9 @@ class CacheNetwork(Web):
             try:
                 found.settimeout(CONNECT_S)
                 found.connect(self._path)
+            except FileNotFoundError:  # which would mean a missing object
+                found.close()
+                raise ConnectionRefusedError(f"nobody listens at {self._path}") from None
             except BaseException:
                 found.close()
                 raise
