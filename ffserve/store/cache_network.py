@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from ffserve.limits import ORIGIN_THREADS
-from ffserve.store.web import Answer, Response, Web, address_of
+from ffserve.store.web import Answer, Web, address_of
 
 log = logging.getLogger("ffserve")
 T = TypeVar("T")
@@ -113,43 +113,44 @@ class CacheNetwork(Web):
 
 
 class _Connection(http.client.HTTPConnection):
-    """A connection to the cache, on which the time for a whole answer is limited: a cache may send
-    a byte now and then for ever."""
+    """A connection to the cache."""
 
     def __init__(self, connected: Callable[[], socket.socket]) -> None:
         super().__init__("cache")
-        self._connected, self._until = connected, 0.0
-        self.response_class = self._response  # type: ignore[assignment]
+        self._connected = connected
 
     def connect(self) -> None:
-        self.sock = self._connected()
+        self.sock = _TimedSocket(self._connected())
 
-    def request(self, *given: Any, **named: Any) -> None:
+
+class _TimedSocket:
+    """A socket with the calls of `Web`, on which the time from a request to the end of its answer
+    is limited: a cache may send a byte now and then for ever."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock, self._until = sock, 0.0
+        self.fileno, self.settimeout, self.close = sock.fileno, sock.settimeout, sock.close
+
+    def sendall(self, content: bytes) -> None:
+        """Send a request. Raises: OSError."""
         self._until = time.monotonic() + ANSWER_S
-        self.sock.settimeout(ANSWER_S)
-        super().request(*given, **named)
+        self._sock.settimeout(ANSWER_S)
+        self._sock.sendall(content)
 
-    def _response(self, sock: socket.socket, **named: Any) -> Response:
-        return Response(_TimedSocket(sock, self._until), **named)
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        """Return the stream of an answer."""
+        return io.BufferedReader(_TimedStream(self._sock, self._until))
 
 
-class _TimedSocket(io.RawIOBase):
-    """A socket that is read until a time, as `http.client` asks for it: by `makefile`."""
-
+class _TimedStream(io.RawIOBase):
     def __init__(self, sock: socket.socket, until: float) -> None:
         self._sock, self._until = sock, until
         self._raw = sock.makefile("rb", buffering=0)
 
-    def makefile(self, _mode: str) -> io.BufferedReader:
-        """Return a stream of what comes."""
-        return io.BufferedReader(self)
-
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def readinto(self, into: Any) -> int | None:
-        """Read what has come. Raises: OSError; TimeoutError: the time is over."""
         left = self._until - time.monotonic()
         if left <= 0:
             raise TimeoutError(f"its answer took more than {ANSWER_S} s")
@@ -157,7 +158,6 @@ class _TimedSocket(io.RawIOBase):
         return self._raw.readinto(into)
 
     def close(self) -> None:
-        """Let the connection close the socket."""
         self._raw.close()
         super().close()
 

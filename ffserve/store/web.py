@@ -108,9 +108,7 @@ class _Content(io.BufferedReader):
         return line
 
 
-class Response(http.client.HTTPResponse):
-    """An answer as `http.client` reads it, of which no line is taken without its end."""
-
+class _Response(http.client.HTTPResponse):
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.fp = _Content(self.fp.detach())
@@ -296,7 +294,7 @@ class Web:
             made = http.client.HTTPSConnection(*place, timeout=self._connect_s, context=tls)
             if proxy is not None:
                 made.set_tunnel(to.host, to.port, dict(proxy[2]))
-        made.response_class = Response
+        made.response_class = _Response
         return made
 
     def keep(self, to: WebAddress, connection: http.client.HTTPConnection) -> None:

@@ -302,7 +302,7 @@ def test_the_top_level_stays_as_it_is_listed() -> None:
         pytest.skip("not a git checkout")
     assert {line.partition("/")[0] for line in tracked.stdout.splitlines()} <= {
         ".ci", ".clang-format", ".github", ".gitignore", "LICENSE", "Makefile", "README.md",
-        "benchmarks", "docs", "ffserve", "pyproject.toml", "systemd", "tests",
+        "benchmarks", "deploy", "docs", "ffserve", "pyproject.toml", "systemd", "tests",
     }  # fmt: skip
 
 
