@@ -1,7 +1,7 @@
-"""The README's picture: bars of what two jobs on one data set get, a bar for each package.
+"""The README's picture: bars of what loaders with two workers bring, a bar for each package.
 
-A bar says in which order its package reads, since an easier order is faster: in random order, in
-order, or in one of its own. The picture is drawn from recorded rows alone.
+A bar says in which order its package reads, since an easier order is faster: in random order, out
+of a buffer, or in one of its own. The picture is drawn from recorded rows alone.
 """
 
 from __future__ import annotations
@@ -10,19 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.harness.peers import BY_NAME
+from benchmarks.subjects.peer_rows import OWN
 from ffserve.errors import UsageError
 
 PANELS = {"4KiB": "samples of 4 KiB", "100KiB": "samples of 100 KiB"}
-OWN = {"one-order": "ffserve, one order for both", "own-orders": "ffserve"}
-OWN_ORDER = ("FFCV quasi-random", "litData", "TensorSocket")
-"""Peers that do not read in order, and choose the order themselves."""
-SHOWN = (
-    *OWN.values(), "preadv", "LMDB", "MosaicML", "WebDataset", "litData", "TFRecord", "HF datasets",
-    "FFCV", "FFCV quasi-random",
-)  # fmt: skip
-"""What people use. docs/BENCHMARKS.md has all."""
-COLOURS = {"random order": "#0072B2", "in order": "#BBBBBB", "own order": "#E69F00"}
+ORDERS = {
+    "WebDataset": "shuffle buffer", "litData": "own order", "FFCV-quasi-random": "own order",
+}  # fmt: skip
+"""Of the loaders that do not read in random order."""
+RANDOM = "random order"
+COLOURS = {RANDOM: "#0072B2", "shuffle buffer": "#BBBBBB", "own order": "#E69F00"}
 """Of Okabe and Ito, which colour-blind readers can distinguish."""
 EMPHASIS = "#D55E00"
 Rows = Sequence[dict[str, Any]]
@@ -36,23 +33,13 @@ class Bar(NamedTuple):
     order: str
 
 
-def order_of(name: str) -> str:
-    """Return the order in which a contestant reads: a key of COLOURS."""
-    if name in OWN_ORDER:
-        return "own order"
-    peer = BY_NAME.get(name)
-    return "in order" if peer is not None and peer.in_order else "random order"
-
-
 def bars(rows: Rows, size: str) -> list[Bar]:
-    """Return the bars of the rows jobs/SIZE, the fastest first."""
+    """Return the bars of the rows loaders/SIZE, the fastest first."""
     found = []
     for row in rows:
-        if row["name"].startswith(f"jobs/{size}/") and "mb_s" in row:
-            last = row["name"].rpartition("/")[2]
-            name = OWN.get(last, last)
-            if name in SHOWN:
-                found.append(Bar(name, 1e6 * row["mb_s"] / row["bytes"], order_of(name)))
+        kind, of, who = [*row["name"].split("/"), "", ""][:3]
+        if (kind, of) == ("loaders", size) and "mb_s" in row:
+            found.append(Bar(who, 1e6 * row["mb_s"] / row["bytes"], ORDERS.get(who, RANDOM)))
     return sorted(found, key=lambda bar: -bar.rate)
 
 
@@ -65,7 +52,7 @@ def draw(rows: Rows, path: Path) -> None:
     if not panels:
         raise UsageError(
             "no rows of the picture were measured",
-            hint="python -m benchmarks --only jobs/ --record FILE",
+            hint="python -m benchmarks --only loaders/ --record FILE",
         )
     import matplotlib
 
@@ -83,7 +70,7 @@ def draw(rows: Rows, path: Path) -> None:
 
 
 def _panel(axis: Any, title: str, found: list[Bar]) -> None:
-    own = [bar.name in OWN.values() for bar in found]
+    own = [bar.name == OWN for bar in found]
     colours = [
         EMPHASIS if mine else COLOURS[bar.order] for bar, mine in zip(found, own, strict=True)
     ]

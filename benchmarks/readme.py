@@ -19,11 +19,11 @@ BEGIN, END = "<!-- measured: begin; from docs/bench.json -->\n", "<!-- measured:
 PLACE = re.compile(r"\{([\w/. -]+):(\.\df)\}")
 
 TEXT = """\
-![Samples a second of two jobs on one data set, a bar for each package, with its order](docs/images/bench.png)
+![Samples a second of a loader with two workers, a bar for each package, with its order](docs/images/bench.png)
 
-Two jobs at once read an epoch of one data set from disk, each package in its own format. A bar says in which order: random, in order (which is easier), or one of the package's own. ffserve checks every sample.
+A DataLoader with two workers collates samples that are in memory into tensors, each package in its own format and as its documents recommend. A bar says in which order: random, out of a shuffle buffer, or one of the package's own, which are easier. ffserve has checked every sample.
 
-{loaders}| | 4 KiB | 100 KiB |
+| | 4 KiB | 100 KiB |
 |---|---|---|
 | in memory / memcpy: `read_batch` of 64 | {hot/4KiB/batch64/clients1/read_batch:.2f} | {hot/100KiB/batch64/clients1/read_batch:.2f} |
 | in memory / memcpy: two clients | {hot/4KiB/batch64/clients2/read_batch:.2f} | {hot/100KiB/batch64/clients2/read_batch:.2f} |
@@ -97,7 +97,7 @@ def section(recorded: dict[str, Any], document: str) -> str:
 
     text = PLACE.sub(value, SECTIONS[document])
     tables = {
-        "machine": _machine, "jobs": _two_jobs, "loaders": _loaders, "peers": _peers,
+        "machine": _machine, "jobs": _two_jobs, "peers": _peers,
         "spread-half": _spread, "spread-tenth": _most,
     }  # fmt: skip
     for name, table in tables.items():
@@ -159,33 +159,6 @@ def _two_jobs(recorded: dict[str, Any]) -> str:
         ]  # fmt: skip
         lines.append(f"| {label} | {' | '.join(shown)} |")
     return "\n".join(lines)
-
-
-def _loaders(recorded: dict[str, Any]) -> str:
-    """Return a sentence on loaders with two workers; nothing until they have been recorded."""
-    rates: dict[str, dict[str, float]] = {}
-    for row in recorded["rows"]:
-        if row["name"].startswith("loaders/"):
-            _, size, who = row["name"].split("/")
-            rates.setdefault(size, {})[who] = 1e6 * row["mb_s"] / row["bytes"]
-    sizes = [(size, f"{size[:-3]} KiB") for size in ("4KiB", "100KiB") if size in rates]
-    if not sizes or not all("ffserve" in rates[size] for size, _ in sizes):
-        return ""
-    parts = []
-    for size, shown in sizes:
-        of = dict(rates[size])
-        own = of.pop("ffserve")
-        others = ", ".join(f"{who} {_rounded(of[who])}" for who in sorted(of, key=lambda w: -of[w]))
-        parts.append(f"{shown}: **ffserve {_rounded(own)}**, {others}")
-    text = "; ".join(parts)
-    return (
-        "A DataLoader with two workers, samples in memory, collated, brings so many samples a "
-        f"second. {text}.\n\n"
-    )
-
-
-def _rounded(rate: float) -> str:
-    return f"{float(f'{rate:.2g}'):,.0f}"
 
 
 PEER_COLUMNS = {

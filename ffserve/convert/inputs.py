@@ -1,7 +1,8 @@
 """The inputs of ``convert``: record files, compressed streams, directories, tar files, arrays.
 
 A source pickles (each worker process opens it again), has a number of records, and yields a run of
-its records in order. No source is ever in memory as a whole.
+its records in order. No source is ever in memory as a whole. Those of files that other packages
+write are in ``kinds``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import io
 import os
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -20,6 +21,7 @@ import numpy as np
 
 from ffserve import Batch, example, formats
 from ffserve import reader as readers
+from ffserve.convert import kinds, text_lines
 from ffserve.dataset.paths import PathLike, expand_paths
 from ffserve.disk.files import is_compressed, os_error, wrap_os_error
 from ffserve.errors import FFServeError, FormatError, ReadError, UsageError
@@ -31,20 +33,23 @@ BATCH_COUNT = 16_384
 LOOKED_AT = 16
 """So many files of a directory are recognized by their content too, all others by their names."""
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+_OTHER_SUFFIXES = (*_TAR_SUFFIXES, ".npy", *text_lines.SUFFIXES)
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record: a buffer, and its name (parts joined by "/") if the source has names."""
+    """One record: a buffer, or a dict of bytes by column (None is no value), and its name (parts
+    joined by "/") if the source has names."""
 
     payload: Any
     name: str | None = None
 
 
 class InputSource(Protocol):
-    """Records in order."""
+    """Records in order. One whose records are dicts has ``columns`` as well, the names of these."""
 
     named: bool
+    """All records have names, which ``names()`` yields as well, without the contents."""
     sized: bool
     """Whether ``count`` is known without a pass over the records."""
 
@@ -81,6 +86,10 @@ class RecordFiles:
 
     def _open(self) -> Any:
         return readers.open(self.files, server="off")
+
+    def names(self) -> Iterator[str]:
+        """Yield the names of the records."""
+        return iter(self._names)
 
     def records(self, first: int, stop: int | None) -> Iterator[Record | Batch]:
         """Yield the records [first:stop]."""
@@ -138,10 +147,14 @@ class Folder:
         """The paths of the files."""
         return [path for _, path in self._entries]
 
+    def names(self) -> Iterator[str]:
+        """Yield the names of the files."""
+        return (name for name, _ in self._entries)
+
     def records(self, first: int, stop: int | None) -> Iterator[Record]:
         """Yield the files [first:stop]."""
         for name, path in self._entries[first:stop]:
-            yield Record(wrap_os_error(_content, path), name)
+            yield Record(wrap_os_error(content_of, path), name)
 
 
 def _refuse_foreign(path: str, *, look: bool) -> None:
@@ -149,12 +162,12 @@ def _refuse_foreign(path: str, *, look: bool) -> None:
     head = wrap_os_error(_head, path) if look else b""
     kind, tar = kind_of(head, path), formats.by_name("tar")
     if path.lower().endswith(tar.suffixes) or (head and tar.sniff(head, len(head))):
-        kind = Foreign("a tar file", "tarfile")
+        kind = Foreign("a tar file", "tarfile", converts=True)
     if kind is not None and kind.many:
         reader = (
             "convert it by itself"
-            if kind.package == "tarfile"
-            else (f"read it with {kind.package} and write its records with ffserve.create")
+            if kind.converts
+            else f"read it with {kind.package} and write its records with ffserve.create"
         )
         raise UsageError(
             f"this is {kind.name} with many records, which would become one record",
@@ -168,7 +181,8 @@ def _head(path: str) -> bytes:
         return file.read(HEAD_SIZE)
 
 
-def _content(path: str) -> bytes:
+def content_of(path: str) -> bytes:
+    """Return the content of a file."""
     with open(path, "rb", buffering=0) as file:
         return file.read()
 
@@ -188,15 +202,15 @@ class TarMembers:
     @cached_property
     def count(self) -> int:
         """Number of files; reads all headers."""
-        return sum(1 for _ in self._members(content=False))
+        return sum(1 for _ in self.names())
+
+    def names(self) -> Iterator[str]:
+        """Yield the names of the files; reads all headers."""
+        return (record.name or "" for record in self._members(0, 0))
 
     def records(self, first: int, stop: int | None) -> Iterator[Record]:
         """Yield the files [first:stop]; skips the ones before."""
-        for k, record in enumerate(self._members(content=True)):
-            if stop is not None and k >= stop:
-                return
-            if k >= first:
-                yield record
+        yield from islice(self._members(first, stop), first, stop)
 
     def check_key(self, before: str | None, name: str) -> str:
         """Return the key of a member's name. Raise if it is that of the member before: a sample of
@@ -212,8 +226,10 @@ class TarMembers:
             )
         return key
 
-    def _members(self, *, content: bool) -> Iterator[Record]:
+    def _members(self, first: int, stop: int | None) -> Iterator[Record]:
+        """Yield all files; those [first:stop] with their content."""
         [path] = self.files
+        k = -1
         try:
             with tarfile.open(path) as archive:
                 place = archive.fileobj
@@ -232,8 +248,10 @@ class TarMembers:
                             )
                         if plain and member.offset_data + member.size > size:
                             raise tarfile.ReadError("unexpected end of data")
-                        data = _member(archive, member) if content else b""
-                        yield Record(data, _clean(member.name, path))
+                        k += 1
+                        wanted = k >= first and (stop is None or k < stop)
+                        data = _member(archive, member) if wanted else b""
+                        yield Record(data, clean_name(member.name, path))
                 # tarfile takes an invalid header for the end; the true end is a block of zeros.
                 place.seek(archive.offset)
                 if place.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
@@ -263,7 +281,8 @@ def _member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     return b"".join(pieces)
 
 
-def _clean(name: str, path: str) -> str:
+def clean_name(name: str, path: str) -> str:
+    """Return a name without empty parts. Raises: FormatError: it leads elsewhere."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if not parts or ".." in parts:
         raise FormatError(
@@ -319,27 +338,43 @@ class Grouped:
     named = False
     sized = False
 
-    def __init__(self, source: InputSource, *, fields: bool = False) -> None:
+    def __init__(self, source: Any, *, fields: bool = False) -> None:
         self._source = source
         self._fields = fields
 
     @property
     def files(self) -> Sequence[str]:
         """The input files of the source."""
-        return self._source.files
+        files: Sequence[str] = self._source.files
+        return files
 
     @cached_property
     def count(self) -> int:
-        """Number of groups; reads them all."""
-        return sum(1 for _ in self.records(0, None))
+        """Number of groups; reads all names."""
+        return sum(1 for _ in self._edges())
 
     def records(self, first: int, stop: int | None) -> Iterator[Record]:
         """Yield the groups [first:stop]."""
-        yield from islice(self._groups(), first, stop)
+        begin, end = 0, None
+        if first or stop is not None:
+            with contextlib.closing(self._edges()) as edges:
+                begin = next(islice(edges, first, None), self._source.count)
+                end = None if stop is None else next(islice(edges, stop - first - 1, None), None)
+        yield from self._groups(begin, end)
 
-    def _groups(self) -> Iterator[Record]:
+    def _edges(self) -> Generator[int, None, None]:
+        """Yield the number of the first record of each group."""
+        before, seen = None, set[str]()
+        for number, name in enumerate(self._source.names()):
+            key, extension = self._stored(name)
+            if before != key or extension in seen:
+                yield number
+                before, seen = key, set()
+            seen.add(extension)
+
+    def _groups(self, first: int, stop: int | None) -> Iterator[Record]:
         features: dict[str, Any] = {}
-        for record in self._source.records(0, None):
+        for record in self._source.records(first, stop):
             assert isinstance(record, Record)
             key, extension = self._stored(record.name or "")
             if features and (features["__key__"] != key or extension in features):
@@ -370,6 +405,59 @@ class Grouped:
             ) from None
 
 
+class Columns:
+    """Samples out of the columns of a source: of one, or fields of tar.
+
+    Args:
+        source: its records are dicts.
+        fields: (name in the output, column) of each.
+        format: of the output; only tar has fields.
+        start: number of the first sample; a sample without a name has its number as key.
+    """
+
+    named = False
+
+    def __init__(
+        self, source: Any, fields: Sequence[tuple[str, str]], format: str, start: int
+    ) -> None:
+        self.files: Sequence[str] = source.files
+        self.sized: bool = source.sized
+        self._source, self._fields = source, fields
+        self._tar, self._start = format == "tar", start
+        if not self._tar and len(fields) != 1:
+            raise UsageError(
+                f"the samples have the columns {', '.join(repr(name) for _, name in fields)}; a "
+                f"sample of {format} holds one",
+                path=self.files[0] if len(self.files) else None,
+                hint="choose one with --fields NAME, or write a tar file (--format tar), whose "
+                "samples have fields",
+            )
+
+    @property
+    def count(self) -> int:
+        """Number of samples."""
+        return int(self._source.count)
+
+    def records(self, first: int, stop: int | None) -> Iterator[Record]:
+        """Yield the samples [first:stop]."""
+        for number, record in enumerate(self._source.records(first, stop), self._start + first):
+            row = record.payload
+            found = {name: row[column] for name, column in self._fields if column in row}
+            found = {name: value for name, value in found.items() if value is not None}
+            if not found:
+                raise UsageError(
+                    f"sample {number - self._start} has none of the columns "
+                    f"{', '.join(repr(column) for _, column in self._fields)}; it has "
+                    f"{', '.join(repr(name) for name, value in row.items() if value is not None)}",
+                    path=self.files[0] if len(self.files) == 1 else None,
+                    hint="choose a column that all samples have (--fields)",
+                )
+            if self._tar:
+                yield Record(found, record.name or f"{number:09}")
+            else:
+                yield Record(*found.values())
+
+
 def split_name(name: str) -> tuple[str, str]:
     """Split a name into key and extension as WebDataset does: at the first dot of its last part.
 
@@ -384,12 +472,27 @@ def split_name(name: str) -> tuple[str, str]:
 # ---- from paths to sources -----------------------------------------------------------------------
 
 
-def find_sources(inputs: PathLike | Sequence[PathLike], out: str) -> list[InputSource]:
+def find_sources(
+    inputs: PathLike | Sequence[PathLike],
+    out: str,
+    format: str,
+    *,
+    names: bool = True,
+    kind: str | None = None,
+    fields: Sequence[str] | None = None,
+) -> list[InputSource]:
     """Return the sources of the given paths, in order; adjacent record files form one source.
 
+    Args:
+        out, format: of the output.
+        names: they are kept.
+        kind: of all inputs, a name of ``kinds.KINDS``; None recognizes it.
+        fields: ``COLUMN`` or ``NAME=COLUMN`` of those to take; None for all.
     Raises:  UsageError, MissingFile, and the errors of opening the files.
     """
     paths = [inputs] if isinstance(inputs, (str, os.PathLike)) else list(inputs)
+    pairs = None if fields is None else tuple(map(_pair, fields))
+    wanted = kinds.Wanted(pairs, out, format, names)
     sources: list[InputSource] = []
     plain: list[str] = []
 
@@ -398,26 +501,83 @@ def find_sources(inputs: PathLike | Sequence[PathLike], out: str) -> list[InputS
             sources.append(RecordFiles(tuple(plain)))
             plain.clear()
 
-    for path in (file for given in paths for file in _expand(os.fsdecode(given))):
+    for path, of_kind in (found for given in paths for found in _found(os.fsdecode(given), kind)):
         if os.path.realpath(path) == os.path.realpath(out):
             raise UsageError(
                 "the output is also an input", path=path, hint="choose another output path"
             )
-        lower = path.lower()
-        if os.path.isdir(path) or lower.endswith((*_TAR_SUFFIXES, ".npy")) or is_compressed(path):
-            flush()
-            if os.path.isdir(path):
-                sources.append(Folder(path, out))
-            elif lower.endswith(".npy"):
-                sources.append(ArrayRows(path))
-            elif lower.endswith(_TAR_SUFFIXES):
-                sources.append(TarMembers(path))
-            else:
-                sources.append(StreamedRecords((path,)))
-        else:
+        if of_kind is None and not _is_other(path):
             plain.append(path)
+            continue
+        flush()
+        if of_kind is None:
+            sources.append(_other(path, out))
+        else:
+            open_input = kinds.module_of(of_kind).open_input
+            sources += [open_input(each, wanted) for each in kinds.inputs_of(of_kind, path)]
     flush()
+    start = 0
+    for k, source in enumerate(sources):
+        sources[k] = _selected(source, wanted, start)
+        start += source.count if source.sized else 0
     return sources
+
+
+def _other(path: str, out: str) -> InputSource:
+    """Return the source of a path that is no record file."""
+    if os.path.isdir(path):
+        return Folder(path, out)
+    if path.lower().endswith(".npy"):
+        return ArrayRows(path)
+    if path.lower().endswith(text_lines.SUFFIXES):
+        return text_lines.TextLines(path)
+    return TarMembers(path) if path.lower().endswith(_TAR_SUFFIXES) else StreamedRecords((path,))
+
+
+def _selected(source: InputSource, wanted: kinds.Wanted, start: int) -> InputSource:
+    """Return samples of the wanted columns, if a source has columns or such are wanted."""
+    columns: Sequence[str] | None = getattr(source, "columns", None)
+    if columns is None and wanted.fields is None:
+        return source
+    if columns is None:
+        if not source.named:
+            raise UsageError(
+                "the records have no fields to choose from",
+                path=source.files[0] if len(source.files) else None,
+                hint="leave out --fields",
+            )
+        source = Grouped(source, fields=True)
+    fields = wanted.fields or tuple((name, name) for name in columns or ())
+    return Columns(source, fields, wanted.format, start)
+
+
+def _pair(field: str) -> tuple[str, str]:
+    """Return the name and the column of a field that is given as COLUMN or NAME=COLUMN."""
+    name, equals, column = field.partition("=")
+    if not name or (equals and not column):
+        raise UsageError(f"invalid field {field!r}", hint="give COLUMN or NAME=COLUMN")
+    return name, column or name
+
+
+def _is_other(path: str) -> bool:
+    """Whether a path is no record file, or one that is decompressed in order."""
+    other = os.path.isdir(path) or path.lower().endswith(_OTHER_SUFFIXES)
+    return other or is_compressed(path)
+
+
+def _found(given: str, kind: str | None) -> Iterator[tuple[str, str | None]]:
+    """Yield the files of a path, each with its kind; a directory of others as it is."""
+    if kind is not None:
+        paths = (given,) if os.path.isdir(given) else expand_paths(given)
+        yield from ((path, kind) for path in paths)
+        return
+    for path in _expand(given):
+        known = formats.by_suffix(path) is not None or not os.path.exists(path)
+        yield path, None if known or _is_other_file(path) else kinds.recognized(path)
+
+
+def _is_other_file(path: str) -> bool:
+    return not os.path.isdir(path) and _is_other(path)
 
 
 def _expand(path: str) -> tuple[str, ...]:

@@ -11,13 +11,15 @@ import stat
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from ffserve.engine.tar import TarScanner
 from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError
 from ffserve.formats.base import GZIP_MAGIC, HEAD_SIZE, ZLIB_MAGIC
+
+if TYPE_CHECKING:  # it loads the C core, which commands that install units do without
+    from ffserve.engine.tar import TarScanner
 
 T = TypeVar("T")
 

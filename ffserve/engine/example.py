@@ -178,6 +178,27 @@ def infer(records: ExampleRecords, *, sequence: bool) -> list[Found]:
     ]
 
 
+def types_of(record: Bytes) -> dict[str, str]:
+    """Return the features of a record as types of Python by name, such as "int" or "list[float]".
+
+    Returns: sorted by name; {} if the record is no Example, or has no features with a kind.
+    """
+    lengths = np.array([len(record)], np.uint64)
+    try:
+        found = infer(ExampleRecords(record, np.zeros(1, np.uint64), lengths), sequence=False)
+    except Fault:
+        return {}
+    types = {}
+    for one in found:
+        for kind, name in ((BYTES, "bytes"), (INT64, "int"), (FLOAT, "float")):
+            if one.rows[kind] >= 0 or one.empty[kind] >= 0:
+                single = one.rows[kind] >= 0 and not one.several
+                types[one.name.decode(errors="backslashreplace")] = (
+                    name if single else f"list[{name}]"
+                )
+    return dict(sorted(types.items()))
+
+
 def _batch(records: ExampleRecords, sequence: bool) -> tuple[Any, list[Any]]:
     """Return the struct of a batch, and what must live as long."""
     buffer, starts, lengths = records

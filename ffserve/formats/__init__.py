@@ -92,8 +92,8 @@ def detect(head: bytes, path: str, size: int) -> Format:
             f"this is {foreign.name}, not a record file",
             path=path,
             offset=0,
-            hint="`ffserve convert` makes a record file of it"
-            if foreign.package == "tarfile"
+            hint=f"`ffserve convert` makes a record file of it, by {foreign.package}"
+            if foreign.converts
             else f"read it with {foreign.package}, and write its records with ffserve.create",
         )
     known = by_suffix(path)
@@ -106,6 +106,6 @@ def detect(head: bytes, path: str, size: int) -> Format:
         "determines it",
         path=path,
         offset=0,
-        hint=f"if it is a record file, give its format, one of {', '.join(NAMES)}; `ffserve pack` "
-        "makes a record file of other files",
+        hint=f"if it is a record file, give its format, one of {', '.join(NAMES)}; else make one: "
+        "of lines of text (.txt, .jsonl) by `ffserve convert`, of other files by `ffserve pack`",
     )

@@ -17,14 +17,16 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.dtypes import Bools, Bytes, Int64s, UInt32s, UInt64s
 from ffserve.errors import TruncatedError, UsageError
-from ffserve.formats.members import Members
+
+if TYPE_CHECKING:  # it loads the C core, which commands that install units do without
+    from ffserve.formats.members import Members
 
 CHECKSUM_NONE = 0
 CHECKSUM_CRC32 = 1

@@ -11,22 +11,24 @@ from ffserve.formats.base import GZIP_MAGIC
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """A kind of file. package: reads it. many: one file holds many records."""
+    """A kind of file. package: reads it. many: one file holds many records. converts: so does
+    `ffserve convert`, by that package."""
 
     name: str
     package: str
     many: bool = True
+    converts: bool = False
 
 
 _MAGIC = (
-    (0, b"PAR1", Foreign("a Parquet file", "pyarrow")),
-    (0, b"ARROW1\0\0", Foreign("an Arrow file", "pyarrow")),
+    (0, b"PAR1", Foreign("a Parquet file", "pyarrow", converts=True)),
+    (0, b"ARROW1\0\0", Foreign("an Arrow file", "pyarrow", converts=True)),
     (0, b"ORC", Foreign("an ORC file", "pyarrow")),
     (0, b"Obj\x01", Foreign("an Avro file", "fastavro")),
-    (0, b"\x83\xafp\xd1\r\x88J?", Foreign("an ArrayRecord file", "array_record")),
+    (0, b"\x83\xafp\xd1\r\x88J?", Foreign("an ArrayRecord file", "array_record", converts=True)),
     (0, b"SQLite format 3\0", Foreign("an SQLite database", "sqlite3")),
-    (16, b"\xde\xc0\xef\xbe", Foreign("an LMDB database", "lmdb")),
-    (0, b"\x89HDF\r\n\x1a\n", Foreign("an HDF5 file", "h5py", many=False)),
+    (16, b"\xde\xc0\xef\xbe", Foreign("an LMDB database", "lmdb", converts=True)),
+    (0, b"\x89HDF\r\n\x1a\n", Foreign("an HDF5 file", "h5py", many=False, converts=True)),
     (0, b"PK\x03\x04", Foreign("a zip file", "zipfile", many=False)),
     (0, b"(\xb5/\xfd", Foreign("a file compressed with zstd", "zstandard", many=False)),
 )
@@ -34,13 +36,13 @@ _MAGIC = (
 bytes or more."""
 
 _SUFFIXES = {
-    ".parquet": Foreign("a Parquet file", "pyarrow"),
-    ".arrow": Foreign("an Arrow file", "pyarrow"),
-    ".mds": Foreign("a shard of MosaicML streaming (MDS)", "streaming"),
-    ".mds.zstd": Foreign("a shard of MosaicML streaming (MDS)", "streaming"),
+    ".parquet": Foreign("a Parquet file", "pyarrow", converts=True),
+    ".arrow": Foreign("an Arrow file", "pyarrow", converts=True),
+    ".mds": Foreign("a shard of MosaicML streaming (MDS)", "streaming", converts=True),
+    ".mds.zstd": Foreign("a shard of MosaicML streaming (MDS)", "streaming", converts=True),
     **dict.fromkeys(
         (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz"),
-        Foreign("a compressed tar file", "tarfile"),
+        Foreign("a compressed tar file", "tarfile", converts=True),
     ),
 }
 _COMPRESSED_TAR = _SUFFIXES[".tgz"]

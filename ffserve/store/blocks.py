@@ -106,7 +106,7 @@ def state_size(size: int, block_size: int) -> int:
     return HEAD_SIZE + 12 * block_count(size, block_size)
 
 
-def write_at(fd: int, content: bytes, at: int) -> None:
+def write_at(fd: int, content: bytes | memoryview, at: int) -> None:
     """Write all of some bytes at an offset. Raises: OSError."""
     view = memoryview(content)
     while view:
@@ -374,7 +374,7 @@ class StoredObject:
 
     # ---- bytes ----------------------------------------------------------------------------
 
-    def publish(self, block: int, content: bytes) -> None:
+    def publish(self, block: int, content: bytes | memoryview) -> None:
         """Write a claimed and reserved block. Raises: OSError."""
         write_at(self._data_fd, content, block * self.block_size)
         self.state.checksums[block] = crc32c(content)

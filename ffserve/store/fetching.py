@@ -527,10 +527,10 @@ class Fetcher:
         """Fetch a run of blocks by one request; return the outcome of each."""
         stored, size = opened.stored, opened.stored.block_size
         start, end = blocks[0] * size, stored.state.end(blocks[-1])
-        parts: list[bytes] = []
+        parts: list[memoryview] = []
         done = 0
         try:
-            content = self._download(opened, start, end)
+            content = memoryview(self._download(opened, start, end))
             parts = [content[k * size : (k + 1) * size] for k in range(len(blocks))]
             for block, part in zip(blocks, parts, strict=True):
                 stored.publish(block, part)
@@ -547,7 +547,7 @@ class Fetcher:
         else:
             self._full = False
         outcomes: list[Outcome] = [True] * done
-        return outcomes + parts[done:]
+        return outcomes + [bytes(part) for part in parts[done:]]
 
     # ---- in order -------------------------------------------------------------------------
 

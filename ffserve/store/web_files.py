@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 from urllib.parse import quote, unquote_plus
@@ -51,9 +52,10 @@ class RenewedOptions:
         when an origin refuses them; None: they stay as they are.
     """
 
+    _renewed_at = -math.inf
+
     def __init__(self, options: Options, renew: Callable[[], Options] | None = None) -> None:
         self._options, self._renew = options, renew
-        self._renewed_at = time.monotonic()
 
     @property
     def options(self) -> Options:
@@ -64,13 +66,13 @@ class RenewedOptions:
         return self._options
 
     def renewed(self, used: Options) -> bool:
-        """Collect the options again; return whether there may be others than were used."""
+        """Collect the options again; return whether there are others than were used."""
         if self._options is not used:
             return True
         if self._renew is None or time.monotonic() < self._renewed_at + _LEAST_RENEWAL_S:
             return False
         self._options, self._renewed_at = self._renew(), time.monotonic()
-        return True
+        return self._options != used
 
 
 class WebFiles:
@@ -273,6 +275,8 @@ class WebScheme(Scheme):
     cached = True
     trusts: ClassVar[bool] = True
     """Whether this process's own requests go to the proxies that its environment names."""
+    made_of: ClassVar[Set[str]] = frozenset()
+    """Options of which `token` makes a token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,8 +287,15 @@ class WebScheme(Scheme):
         """Return the files of the origin of a URL. Raises: ValueError, OSError."""
         raise NotImplementedError
 
+    def token(self, options: Options, web: Web) -> Options:
+        """Return a `token` that is made of options, and when it `expires`.
+
+        Raises: what the packages raise.
+        """
+        raise NotImplementedError
+
     def connect(self, url: str, options: Options) -> tuple[Any, str]:
-        system = self._made(url, RenewedOptions(options))
+        system = self._made(url, lambda: options)
         return system, self.path_in(system, url)
 
     def connect_own(self, url: str, settings: Options) -> tuple[Any, str]:
@@ -296,14 +307,20 @@ class WebScheme(Scheme):
             def collect() -> Options:
                 return {"trust_env": self.trusts, **self.collect(copy.deepcopy(settings))}
 
-            self._own[key] = self._made(url, RenewedOptions(collect(), collect))
+            self._own[key] = self._made(url, collect)
         return self._own[key], self.path_in(self._own[key], url)
 
-    def _made(self, url: str, credentials: RenewedOptions) -> WebFiles:
-        options = credentials.options
+    def _made(self, url: str, collect: Callable[[], Options]) -> WebFiles:
+        options = collect()
         trust, verify = options.get("trust_env", False), options.get("verify", True)
         web = Web(self.connect_s, self.silent_s, proxies=trust, verify=verify)
-        return self.files(url, web, credentials)
+
+        def renew() -> Options:
+            found = collect()
+            return {**found, **self.token(found, web)} if found.keys() & self.made_of else found
+
+        first = {**options, "expires": 0.0} if options.keys() & self.made_of else options
+        return self.files(url, web, RenewedOptions(first, renew))
 
     def path_in(self, system: Any, url: str) -> str:
         return url.partition("://")[2]

@@ -70,12 +70,7 @@ class ExampleColumns:
         ):
             if not wanted.depth and not column.valid.all():
                 row = int(np.argmin(column.valid))
-                raise FormatError(
-                    f"the record has no feature {name!r}, or none with a value",
-                    path=path,
-                    index=int(indices[row]),
-                    hint=f"read it as list[{kind.__name__}], which may be empty",
-                )
+                raise _missing(name, kind, batch[row]).located(path=path, index=int(indices[row]))
             try:
                 decoded[name] = _values(column, kind)
             except UnicodeDecodeError as error:
@@ -88,13 +83,13 @@ class ExampleColumns:
         kind = self.types.get(name)
         if fault.what == engine.KIND:
             return FormatError(
-                f"feature {name!r} holds {_FOUND.get(fault.kind, 'values')}, not {kind!r}",
-                hint="`ffserve.example.infer` says which features there are",
+                f"feature {name!r} holds {_FOUND.get(fault.kind, 'values')}, not {_shown(kind)}",
+                hint="`ffserve inspect` shows the features and their types",
             )
         if fault.what == engine.SEVERAL:
             return FormatError(
                 f"feature {name!r} holds several values where one is wanted",
-                hint=f"read it as list[{getattr(kind, '__name__', kind)}]",
+                hint=f"read it as list[{_shown(kind)}]",
             )
         if fault.what == engine.LARGE:
             return FormatError(
@@ -109,6 +104,25 @@ class ExampleColumns:
         names = list(columns)
         values = [_plain(column) for column in columns.values()]
         return [dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)]
+
+
+def _missing(name: str, kind: type, record: Any) -> FormatError:
+    """Return the error for a record without a value of a feature that must have one."""
+    found = engine.types_of(record)
+    if name in found:
+        return FormatError(
+            f"feature {name!r} of the record has no value",
+            hint=f"read it as list[{kind.__name__}], which may be empty",
+        )
+    there = ", ".join(f"{known!r}: {each}" for known, each in found.items()) or "none"
+    return FormatError(
+        f"the record has no feature {name!r}; it has {there}",
+        hint=f"correct the name, or read it as list[{kind.__name__}] if only some records have it",
+    )
+
+
+def _shown(kind: Any) -> str:
+    return str(kind) if isinstance(kind, types.GenericAlias) else kind.__name__
 
 
 def _plain(column: Any) -> Any:

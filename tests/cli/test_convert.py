@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import io
 import json
@@ -19,7 +20,7 @@ from daemon import damage, sample
 
 import ffserve
 from ffserve import example
-from ffserve.convert import PLAN_NAME, convert
+from ffserve.convert import PLAN_NAME, convert, text_lines
 from ffserve.convert.inputs import split_name
 from ffserve.errors import ChecksumError, FormatError, ReadError, UsageError
 
@@ -120,6 +121,52 @@ def test_rows_of_an_array(tmp_path: Path) -> None:
     assert content(tmp_path / "a.ffr") == [row.tobytes() for row in rows]
     convert(tmp_path / "flat.npy", tmp_path / "b.tfrecord")
     assert content(tmp_path / "b.tfrecord") == [value.tobytes() for value in rows.ravel()]
+
+
+LINES = [b"one", b"", b"two", b"\rx\ry", b"three " * 40, b"last"]
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("closed", [True, False])
+def test_lines_of_a_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: bytes, closed: bool
+) -> None:
+    monkeypatch.setattr(text_lines, "_PIECE_SIZE", 7)
+    path = tmp_path / "corpus.txt"
+    path.write_bytes(end.join(LINES) + closed * end)
+    convert([path], tmp_path / "a.tfrecord", verify=True)
+    assert content(tmp_path / "a.tfrecord") == LINES
+    source = text_lines.TextLines(str(path))
+    assert source.count == len(LINES)
+    for first in range(8):
+        for stop in (*range(first, 8), None):
+            found = [bytes(line) for batch in source.records(first, stop) for line in batch]
+            assert found == LINES[first:stop]
+
+
+def test_lines_of_a_compressed_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"\n".join(LINES)))
+    convert([tmp_path / "a.jsonl.gz"], tmp_path / "a.ffr", verify=True)
+    assert content(tmp_path / "a.ffr") == LINES
+    for bad in (gzip.compress(b"one\n")[:-5], b"plain", gzip.compress(bytes(99))[:-9] + bytes(9)):
+        (tmp_path / "a.txt.gz").write_bytes(bad)
+        with pytest.raises(FormatError, match=r"a\.txt\.gz.*damaged"):
+            convert([tmp_path / "a.txt.gz"], tmp_path / "b.ffr")
+    assert not (tmp_path / "b.ffr").exists()
+
+
+def test_lines_in_shards_and_of_several_files(tmp_path: Path) -> None:
+    for k in range(2):
+        (tmp_path / f"{k}.jsonl").write_text("".join(f'{{"k": {k}{i}}}\n' for i in range(50)))
+    (tmp_path / "empty.txt").touch()
+    inputs = [tmp_path / "empty.txt", tmp_path / "*.jsonl"]
+    report = convert(inputs, tmp_path / "out", format="ffrecord", shards=3, verify=True)
+    assert report.samples == 100
+    assert content(tmp_path / "out") == [
+        b'{"k": %d%d}' % (k, i) for k in range(2) for i in range(50)
+    ]
+    with pytest.raises(FormatError, match="of lines of text"):
+        ffserve.open(tmp_path / "0.jsonl")
 
 
 @pytest.mark.parametrize("bad", [np.float32(3), np.array([{}], object), None])
@@ -467,17 +514,19 @@ def test_files_of_other_packages_became_one_sample_each(tmp_path: Path) -> None:
         "data.mdb": (bytes(16) + b"\xde\xc0\xef\xbe", "an LMDB database", "lmdb"),
         "shard.00000.mds": (b"\1\0\0\0", r"a shard of MosaicML streaming \(MDS\)", "streaming"),
         "b": (b"\x83\xafp\xd1\r\x88J?" + bytes(32), "an ArrayRecord file", "array_record"),
+        "c": (b"Obj\x01", "an Avro file", "fastavro"),
     }
     for k, (name, (head, kind, package)) in enumerate(heads.items()):
         (tmp_path / f"{k}").mkdir()
+        (tmp_path / f"{k}" / "other.bin").write_bytes(b"other")
         file = tmp_path / f"{k}" / name
         file.write_bytes(head)
-        with pytest.raises(UsageError, match=rf"{kind} with many records.*{package}"):
-            convert(tmp_path / f"{k}", tmp_path / "out.ffr")
-        for read in (lambda file=file: convert(file, tmp_path / "out.ffr"), lambda: None):
-            with pytest.raises(FormatError, match=rf"this is {kind}, not a record.*{package}"):
-                read()
-                ffserve.open(file, server="off")
+        if name != "data.mdb":  # a directory with it is the database
+            alone = "read it with fastavro" if package == "fastavro" else "convert it by itself"
+            with pytest.raises(UsageError, match=rf"{kind} with many records.*{alone}"):
+                convert(tmp_path / f"{k}", tmp_path / "out.ffr")
+        with pytest.raises(FormatError, match=rf"this is {kind}, not a record.*{package}"):
+            ffserve.open(file, server="off")
     with tarfile.open(tmp_path / "0" / "a", "w") as out:
         out.addfile(tarfile.TarInfo("x"))
     with ffserve.open(tmp_path / "0" / "a", server="off") as reader:
@@ -486,7 +535,7 @@ def test_files_of_other_packages_became_one_sample_each(tmp_path: Path) -> None:
         convert(tmp_path / "0", tmp_path / "out.ffr")
     assert not (tmp_path / "out.ffr").exists()
     text_of("pack", tmp_path / "0", "-o", tmp_path / "files.ffr")
-    assert content(tmp_path / "files.ffr")[1] == heads["part-0.parquet"][0]
+    assert content(tmp_path / "files.ffr")[2] == heads["part-0.parquet"][0]
 
 
 def test_pack_replaced_a_file_without_a_word(tmp_path: Path, folder: Path) -> None:

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tar_files import archive, by_tarfile, numbered
+from tar_files import archive, by_tarfile, numbered, with_checksum
 
 import ffserve
 from ffserve.disk.files import read_at_of
 from ffserve.disk.shardfile import Counted
+from ffserve.engine.cached import cached_pages
 from ffserve.errors import FFServeError, FormatError, TruncatedError, UsageError
 from ffserve.formats import members
 from ffserve.formats.tar import FORMAT, TarShard
@@ -112,13 +113,6 @@ def check(content: bytes) -> None:
 @settings(max_examples=150)
 def test_archives_of_tarfile(entries: list[tuple[str, bytes, int, str]], format: int) -> None:
     check(made(entries, format))
-
-
-def with_checksum(header: bytearray) -> bytearray:
-    """Return a header with the checksum that its bytes have."""
-    header[148:156] = b" " * 8
-    header[148:156] = b"%06o\0 " % sum(header)
-    return header
 
 
 @given(data=st.data())
@@ -272,6 +266,33 @@ def test_headers_far_from_each_other_are_read_in_c(tmp_path: Path) -> None:
                 FORMAT.open(reading, size - 400_000, path)
             errors.append((str(raised.value), raised.value.offset))
         assert errors[0] == errors[1]
+
+
+def test_headers_on_a_disk_are_read_many_at_a_time(tmp_path: Path) -> None:
+    """Each header waited for the one before it: 10,000 members a second of 100 KB."""
+    path, count, bad, stride = tmp_path / "cold.tar", 260, 20, 512 * 197
+    with open(path, "wb") as file:  # of holes, but for the headers
+        for k in range(count):
+            header = archive([{"bin": b""}], key=f"{k:06}")[:512]
+            header = bytes(
+                with_checksum(bytearray(header[:124] + b"%011o\0" % 100_000 + header[136:]))
+            )
+            file.seek(k * stride)
+            file.write(header if k != bad else b"bad" + header[3:])
+        file.truncate(count * stride)
+        os.fsync(file.fileno())
+    with open(path, "rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        try:
+            if cached_pages(file.fileno(), 0, count * stride):
+                pytest.skip("the file system keeps its files in memory")
+        except OSError:
+            pytest.skip("the kernel does not say what is in memory")
+        with pytest.raises(FormatError, match="checksum"):
+            FORMAT.open(read_at_of(file.fileno(), str(path)), count * stride, str(path))
+        found = [cached_pages(file.fileno(), k * stride, 512) for k in range(count)]
+        assert all(found[90:]) and not all(found[bad + 1 : 80]), "parts have 83 members"
+        assert cached_pages(file.fileno(), 0, count * stride) * 4096 < count * stride // 2
 
 
 # ---- hostile archives ----------------------------------------------------------------------------

@@ -4,13 +4,17 @@
  * bytes that it reads. Every buffer has exactly the size that the function was told, so that
  * AddressSanitizer sees each byte read or written outside.
  */
+#define _GNU_SOURCE /* memfd_create */
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include "codec.h"
 #include "example.h"
 #include "inflate.h"
 #include "shm.h"
+#include "tar.h"
 
 #define CHECK(condition) ((condition) ? (void)0 : abort())
 enum { ROOM = 8, SAMPLES = 16, ARENA = 4096 };
@@ -445,16 +449,73 @@ static void examples(const uint8_t *bytes, size_t size, const uint8_t *parameter
     free(copy);
 }
 
+/* ---- tar ---------------------------------------------------------------------------------- */
+/* Write the checksums of what looks like a header. */
+static void mend_tar(uint8_t *bytes, size_t size) {
+    for (size_t at = 0; at + 512 <= size; at += 512) {
+        if (memcmp(bytes + at + 257, "ustar", 5)) continue;
+        memset(bytes + at + 148, ' ', 8);
+        unsigned sum = 0;
+        for (int k = 0; k < 512; k++) sum += bytes[at + k];
+        for (int k = 5; k >= 0; k--, sum >>= 3) bytes[at + 148 + k] = '0' + (sum & 7);
+    }
+}
+
+/* Read headers ahead in a file that has these bytes at the begin of each part of it. */
+static void tar_ahead(const uint8_t *bytes, size_t size, ffs_tar_scan *scan) {
+    enum { PARTS = 3, WINDOW = 2048 };
+    uint8_t window[WINDOW];
+    int fd = memfd_create("tar", MFD_CLOEXEC);
+    scan->file_size = PARTS * (8u << 20);
+    CHECK(!ftruncate(fd, (off_t)scan->file_size));
+    for (int k = 0; k < PARTS; k++) CHECK(pwrite(fd, bytes, size, k * (8 << 20)) == (ssize_t)size);
+    scan->wanted = WINDOW + 1; /* as if the first header were not in memory */
+    CHECK(ffs_tar_headers(scan, fd, window, WINDOW, 0) == FFS_TAR_MORE && !scan->at);
+    CHECK(scan->ahead == scan->file_size);
+    close(fd);
+}
+
+static void tar(const uint8_t *bytes, size_t size, const uint8_t *parameters) {
+    static uint8_t names[FFS_TAR_BLOCK_COUNT * (FFS_TAR_MOST_NAME + 1)];
+    static ffs_tar_scan scan;
+    uint64_t step = 512 + 64u * parameters[0];
+    uint8_t *copy = copy_of(bytes, size);
+    if (parameters[1] & 1) mend_tar(copy, size);
+    scan = (ffs_tar_scan){.names = names, .key_size = -1, .tolerant = parameters[2] & 1};
+    if (parameters[3] & 1) tar_ahead(copy, size, &scan);
+    scan.file_size = size + (parameters[4] & 1 ? 1ull << parameters[5] % 62 : 0);
+    for (int turn = 0, result; turn < 1000 && scan.at <= size; turn++) {
+        uint64_t base = scan.at, part = step > scan.wanted ? step : scan.wanted;
+        part = part < size - base ? part : size - base;
+        uint8_t *window = copy_of(copy + base, part);
+        result = ffs_tar(&scan, window, base, part);
+        free(window);
+        CHECK(scan.held <= FFS_TAR_BLOCK_COUNT && scan.names_size <= (int64_t)sizeof names);
+        CHECK(scan.at >= base && scan.at <= scan.file_size && scan.samples <= 1000 * 1024);
+        for (int64_t k = 0; k < scan.held; k++) {
+            uint64_t begin = scan.offsets[k], length = scan.lengths[k];
+            CHECK((begin <= scan.file_size && length <= scan.file_size - begin) || scan.cut);
+        }
+        if (result == FFS_TAR_ROWS)
+            scan.held = scan.names_size = 0;
+        else if (result == FFS_TAR_END || result == FFS_TAR_FAULT ||
+                 (result == FFS_TAR_MORE && scan.at == base && scan.wanted <= part))
+            break;
+    }
+    free(copy);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static void (*const targets[])(const uint8_t *, size_t, const uint8_t *) = {
         frames, frame_search, chunks, split, directory};
     static void (*const later[])(const uint8_t *, size_t, const uint8_t *) = {small, examples,
-                                                                              inflate};
+                                                                              inflate, tar};
     if (size < 9) return 0;
     /* The numbers of a target stay: the corpus knows them. */
     (data[0] < 240 ? targets[data[0] % 5]
                    : later[data[0] < 245   ? 0
                            : data[0] < 250 ? 1
+                           : data[0] == 253 ? 3
                                            : 2])(data + 9, size - 9, data + 1);
     return 0;
 }

@@ -25,7 +25,7 @@ command -v clang >/dev/null || {
 clang -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
     -Iffserve/engine/{records,memory,reading} \
     -DFFS_HAVE_ZLIB -DFFS_HAVE_ISAL tests/fuzzing/core.c \
-    ffserve/engine/records/{codec,example,checksum,inflate}.c ffserve/engine/memory/shm.c \
+    ffserve/engine/records/{codec,example,checksum,inflate,tar}.c ffserve/engine/memory/shm.c \
     -lz -lisal -o "$folder/core"
 
 run() { # run TARGET FOLDER FLAGS...

@@ -18,6 +18,7 @@ import pytest
 from daemon import run_python, serving, until
 from origins import HttpOrigin, ask_origins, settled
 from own_daemons import daemons, own_daemons, use
+from tar_files import archive
 
 import ffserve
 from ffserve.cli import run
@@ -436,6 +437,21 @@ def test_opening_a_file_with_tables_reads_little(server: HttpOrigin, tmp_path: P
     url = served(server, tmp_path, "ffrecord", samples)
     with ffserve.open(url, server="off"):
         assert server.total <= ranges.HEAD_SIZE
+
+
+def test_one_of_two_fields_costs_its_bytes(server: HttpOrigin) -> None:
+    samples = [{field: random.Random(k).randbytes(100_000) for field in "ab"} for k in range(60)]
+    url = server.put("two.tar", archive(samples))
+    order = random.Random(0).sample(range(60), 60)
+    with ffserve.open(url, server="off", fields=["b"]) as reader:
+        settled()
+        assert server.total < 0.1 * len(server.files["two.tar"]), "headers only"
+        before = server.total
+        for first in range(0, 60, 10):
+            some = order[first : first + 10]
+            assert plain(reader.read(some)) == [samples[k]["b"] for k in some]
+        settled()
+        assert server.total - before <= 1.1 * 60 * 100_000
 
 
 def test_other_samples_are_served_when_an_origin_fails(server: HttpOrigin, tmp_path: Path) -> None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import re
+import ssl
+import subprocess
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -58,6 +63,8 @@ class HttpOrigin:
     """Whether a request with this Authorization is answered; others get status 403."""
     password: str = ""
     """The token that a request must have, if it is not empty."""
+    google: bool = False
+    """Whether it says what it has of a file as the JSON interface of Google does."""
     sent: Counter[str] = field(default_factory=Counter)
     """Bytes of bodies, by name."""
     spans: list[tuple[str, int, int]] = field(default_factory=list)
@@ -159,6 +166,9 @@ class _Handler(BaseHTTPRequestHandler):
         if name in origin.unsized:
             return self._send_unsized(origin.files[name], body=body)
         content, tag = origin.files[name], origin.etag(name)
+        if origin.google and "alt=media" not in self.path:
+            updated = datetime.fromtimestamp(origin.times[name], timezone.utc).isoformat()
+            return self._send_json({"size": len(content), "generation": "1", "updated": updated})
         wanted = self.headers.get("If-Match")
         if origin.conditional and wanted and wanted != tag:
             return self._refuse(412)
@@ -174,6 +184,8 @@ class _Handler(BaseHTTPRequestHandler):
         if origin.etags:
             self.send_header("ETag", tag)
             self.send_header("Last-Modified", formatdate(origin.times[name], usegmt=True))
+        if origin.google:
+            self.send_header("X-Goog-Generation", "1")
         if status == 206:
             self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(content)}")
         self.send_header("Content-Length", str(max(end - begin, 0)))
@@ -216,6 +228,13 @@ class _Handler(BaseHTTPRequestHandler):
                     piece = bytes(changed)
         return piece
 
+    def _send_json(self, said: dict[str, Any]) -> None:
+        text = json.dumps(said).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
     def _send_unsized(self, content: bytes, *, body: bool) -> None:
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
@@ -249,11 +268,15 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def http_origin(address: str = "127.0.0.1", port: int = 0) -> Iterator[HttpOrigin]:
-    """Run an origin in threads of this process."""
+def http_origin(
+    address: str = "127.0.0.1", port: int = 0, context: ssl.SSLContext | None = None
+) -> Iterator[HttpOrigin]:
+    """Run an origin in threads of this process. Args: context: of TLS, which it speaks then."""
     origin = HttpOrigin()
     server = _Server((address, port), type("Handler", (_Handler,), {"origin": origin}))
-    origin.url = f"http://{address}:{server.server_port}"
+    if context is not None:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    origin.url = f"{'http' if context is None else 'https'}://{address}:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
@@ -263,6 +286,19 @@ def http_origin(address: str = "127.0.0.1", port: int = 0) -> Iterator[HttpOrigi
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def tls_context(directory: Path) -> tuple[ssl.SSLContext, str]:
+    """Return the context of a server on 127.0.0.1, and the file of its certificate."""
+    key, certificate = directory / "key", directory / "certificate"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout", key,
+         "-out", certificate, "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    return context, str(certificate)
 
 
 def ask_origins(*patience: float) -> None:

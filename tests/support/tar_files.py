@@ -43,6 +43,13 @@ def write(path: Path, samples: Sequence[Sample]) -> str:
     return str(path)
 
 
+def with_checksum(header: bytearray) -> bytearray:
+    """Return a header with the checksum that its bytes have."""
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return header
+
+
 Members = list[tuple[bytes, int, int]]
 
 

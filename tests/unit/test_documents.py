@@ -29,6 +29,7 @@ import pytest
 from daemon import Daemon
 
 import ffserve
+import ffserve.example
 from benchmarks import readme
 from ffserve import cli
 from ffserve.client.daemon.preparing import prepared_source
@@ -141,6 +142,12 @@ def _fill(path: Path) -> None:
     for name in ("cats/tom", "cats/kit", "dogs/rex", "dogs/pup"):
         (path / "pictures" / name).parent.mkdir(parents=True, exist_ok=True)
         (path / "pictures" / f"{name}.png").write_bytes(_png(random.bytes(16 * 16 * 3), 16))
+    (path / "corpus.txt").write_text("".join(f"line {number}\n" for number in range(1, 201)))
+    for number in range(2):
+        with ffserve.create(path / f"pictures-{number}.tfrecord") as writer:
+            for label in range(2):
+                image = _png(random.bytes(16 * 16 * 3), 16)
+                writer.write(ffserve.example.encode({"image": image, "label": label}))
     np.save(path / "features.npy", random.random((10, 4)))
     for number in range(2):
         with tarfile.open(path / f"web-{number}.tar", "w") as tar:
@@ -280,6 +287,12 @@ def test_every_document_can_be_reached_from_the_readme() -> None:
         links = (link.partition("#")[0] for link in LINK.findall(path.read_text()))
         left += [path.parent / link for link in links if link and ":" not in link]
     assert set(DOCUMENTS) <= reached
+
+
+def test_the_site_has_every_page() -> None:
+    listed = set(re.findall(r"[\w/-]+", (ROOT / ".ci/site.py").read_text()))
+    pages = {name.removeprefix("docs/").removesuffix(".md") for name in NAMES}
+    assert not {page for page in pages - listed - {"README"} if not page.startswith("decisions/")}
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - HISTORY))

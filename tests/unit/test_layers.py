@@ -58,7 +58,7 @@ LAYERS = {
     "examples": "torch example spark ray ffserve",
     "bench": "engine formats disk client ffserve",
     "doctor": "limits system config engine formats dataset disk server client ffserve",
-    "cli": "order system config formats dataset disk cache server client reader "
+    "cli": "order system config engine formats dataset disk cache server client reader "
     "folders convert inputs bench doctor store view ffserve",
     "__main__": "cli",
 }
@@ -90,7 +90,7 @@ DOORS = {
     "disk.output": ("arrow bench compat convert inputs", "output is complete or absent"),
     "disk.shardfile": ("arrow cli", "tables are read by block, shown, and written as index files"),
     "engine.codec": ("arrow convert doctor", "checksums of frames that are not read as samples"),
-    "engine.example": ("arrow torch", "Examples are decoded to columns in C"),
+    "engine.example": ("arrow cli torch", "Examples are decoded to columns in C, or described"),
     "engine.fuse": ("view", "requests that need no Python are answered in C"),
     "engine.io": ("bench doctor", "direct reads, and which engines this machine has"),
     "engine.shm": ("torch", "a flag in shared memory"),

@@ -240,7 +240,7 @@ def ended_line(jobs: Sequence[JobRow], shown: int) -> Text:
 
 def origins_table(jobs: Sequence[JobRow]) -> Table:
     """Return where each job comes from, and what it reads."""
-    heads = (("job", False), ("pid", True), ("order", False), ("read", True), ("if alone", True))
+    heads = (("job", False), ("pid", True), ("order", False), ("read", True), ("at best", True))
     return table(
         [*heads, ("command and data", False)],
         (

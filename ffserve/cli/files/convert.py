@@ -17,7 +17,7 @@ from ffserve.errors import printable
 @click.argument("inputs", nargs=-1, required=True, metavar="IN...")
 @click.argument("out")
 @click.option(
-    "--format", "format_name", metavar="ffrecord|recordio|tfrecord",
+    "--format", "format_name", metavar="ffrecord|recordio|tfrecord|tar",
     help="Format of OUT.  [default: by its suffix]",
 )  # fmt: skip
 @click.option(
@@ -33,6 +33,16 @@ from ffserve.errors import printable
 )
 @click.option("--dialect", metavar="py|go", help="Dialect of RecordIO.")
 @click.option("--max-chunk-size", metavar="SIZE", help="RecordIO: bytes per chunk, such as 1MiB.")
+@click.option(
+    "--from", "kind", metavar="KIND",
+    help="What IN is: mds, litdata, arrayrecord, parquet, arrow, lmdb, h5py or imagefolder.  "
+    "[default: recognized]",
+)  # fmt: skip
+@click.option(
+    "--fields",
+    metavar="[NAME=]COLUMN,...",
+    help="Columns of IN to take; a tar file gets them as fields.  [default: all]",
+)
 @click.option("--drop-names", is_flag=True, help="Do not store the names of files.")
 @click.option(
     "--verify", is_flag=True, help="Read the written files and compare them with the input."
@@ -47,6 +57,8 @@ def convert(
     compress: str | None,
     dialect: str | None,
     max_chunk_size: str | None,
+    kind: str | None,
+    fields: str | None,
     drop_names: bool,
     verify: bool,
     as_json: bool,
@@ -54,9 +66,13 @@ def convert(
     """Convert records of any format to record files.
 
     IN are record files of any format, directories of them, patterns, tar files (WebDataset), .npy
-    arrays (a row is a record), or directories of other files (a file is a record). Names are kept:
-    FFRecord stores them in an additional sample at the end; in the other formats, files that share
-    a name up to its first dot become one tf.train.Example.
+    arrays (a row is a record), .txt and .jsonl files (a line is a record), directories of other
+    files (a file is a record), or what other packages write, read by these: MDS, litData,
+    ArrayRecord, Parquet, Arrow, LMDB, HDF5.
+
+    Names are kept: FFRecord stores them in an additional sample at the end; in tar they are those
+    of the members; in the other formats, files that share a name up to its first dot become one
+    tf.train.Example. Several columns become fields of tar; other formats hold one (--fields).
 
     A file takes its name when it is complete, so an interrupted run leaves no partial file. With
     --shards, completed files are kept when the same command runs again; without, conversion starts
@@ -66,6 +82,8 @@ def convert(
       ffserve convert '/data/*.tfrecord.gz' train.tfrecord
       ffserve convert web-{000..099}.tar /fast/web --format ffrecord --shards 64 --jobs 8
       ffserve convert features.npy features.ffr --verify
+      ffserve convert corpus.txt lines.ffr
+      ffserve convert mds/train train --format tar --fields jpg=image,cls=label --shards 16
     """
     from ffserve.convert import convert as run
 
@@ -81,6 +99,8 @@ def convert(
             dialect=dialect,
             max_chunk_size=parse_size(max_chunk_size) if max_chunk_size else None,
             names="drop" if drop_names else "keep",
+            kind=kind,
+            fields=fields.split(",") if fields else None,
             verify=verify,
             progress=lambda _count, size: shown.advance(size),
         )

@@ -22,6 +22,8 @@ from ffserve.store.urls import is_url
 if TYPE_CHECKING:
     from ffserve.formats import Shard
 
+_EXAMPLE_SIZE_MAX = 64 << 20
+"""A larger record is not read to show its features."""
 CHECKSUMS = {
     0: "of headers only, none of contents ('ffserve convert' gives them)",
     1: "CRC-32 of every sample",
@@ -31,12 +33,14 @@ CHECKSUMS = {
 
 @dataclass(frozen=True)
 class _FileTables:
-    """The tables of one file, and the number of names if it is a packed folder."""
+    """The tables of one file, the number of names if it is a packed folder, and the features of
+    the first record if it is a tf.train.Example."""
 
     shard: Shard
     offsets: NDArray[np.uint64]
     lengths: NDArray[np.uint64]
     names: int | None
+    features: dict[str, str]
 
 
 def _load(path: str, format_name: str | None) -> _FileTables:
@@ -68,10 +72,22 @@ def _load_remote(url: str, format_name: str | None) -> _FileTables:
 def _tables(shard: Shard, read_at: ReadAt, path: str) -> _FileTables:
     offsets, lengths = np.empty(shard.count, np.uint64), np.empty(shard.count, np.uint64)
     shard.load(offsets, lengths, np.empty(shard.count, np.uint32))
-    names = None
+    names, features = None, {}
     if shard.format == "ffrecord" and shard.count and offsets[-1] + lengths[-1] <= shard.size:
         names = _count_names(read_at, path, int(offsets[-1]), int(lengths[-1]), shard.count - 1)
-    return _FileTables(shard, offsets, lengths, names)
+    if shard.format == "tfrecord" and shard.count and not isinstance(shard, ChunkedShard):
+        features = _features(read_at, path, int(offsets[0]), int(lengths[0]))
+    return _FileTables(shard, offsets, lengths, names, features)
+
+
+def _features(read_at: ReadAt, path: str, offset: int, size: int) -> dict[str, str]:
+    """Return the features of a record if it is a tf.train.Example that is not very large."""
+    from ffserve.engine.example import types_of
+    from ffserve.formats.base import read_exactly
+
+    record = np.empty(size if size <= _EXAMPLE_SIZE_MAX else 0, np.uint8)
+    read_exactly(read_at, offset, record.data, path)
+    return types_of(record)
 
 
 def _count_names(read_at: ReadAt, path: str, offset: int, size: int, count: int) -> int | None:
@@ -123,6 +139,7 @@ def _describe(path: str, format_name: str | None) -> dict[str, Any]:
         "fingerprint": f"{shard.fingerprint:016x}",
         **_size_facts(lengths),
         "named_files": tables.names,
+        "features": tables.features,
         "cut_samples": cut.tolist(),
         **about,
     }
@@ -150,9 +167,12 @@ def _size_facts(lengths: NDArray[Any]) -> dict[str, Any]:
 
 def _print_description(facts: dict[str, Any]) -> None:
     click.echo(click.style(printable(facts["path"]), bold=True))
+    samples, files = f"{facts['samples']:,}", facts["named_files"]
+    if files is not None:
+        samples = f"{samples}: {counted(files, 'file')}, and one with their names"
     lines = [
         ("format", facts["format"]),
-        ("samples", f"{facts['samples']:,}"),
+        ("samples", samples),
         ("file size", format_size(facts["size_bytes"])),
         ("checksums", facts["checksums"]),
     ]
@@ -181,8 +201,9 @@ def _print_description(facts: dict[str, Any]) -> None:
         bars = histogram(list(facts["histogram"].values()))
         last = format_size(2 * bounds[-1] if bounds[-1] else 1)
         lines.append(("", f"{format_size(bounds[0])} {bars} {last}"))
-    if facts["named_files"] is not None:
-        lines.append(("names", f"{counted(facts['named_files'], 'file')} (PackedFolder)"))
+    if facts["features"]:
+        features = [f"{name}: {kind}" for name, kind in facts["features"].items()]
+        lines += [("" if k else "features", each) for k, each in enumerate(features[:50])]
     cut = facts["cut_samples"]
     if cut:
         some = ", ".join(map(str, cut[:5])) + (", …" if len(cut) > 5 else "")
@@ -199,7 +220,8 @@ def _print_description(facts: dict[str, Any]) -> None:
 def inspect(files: tuple[str, ...], format_name: str | None, as_json: bool) -> int:
     """Show samples, sizes, checksums and names of record files.
 
-    Only metadata are read and checked. FILES are files, directories or patterns. The exit code is
+    Only metadata are read and checked; of TFRecord files also the first record, whose features are
+    shown. FILES are files, directories or patterns. The exit code is
     1 if a file is not a valid record file, and 2 if files are missing or not readable.
 
     \b

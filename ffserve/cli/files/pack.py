@@ -49,7 +49,8 @@ def pack(
     """Pack a directory or files into record files (FFRecord).
 
     Names, and labels if there are any, are stored at the end of each file, as in ffrecord's
-    PackedFolder; readers show the files only. OUT takes its name when it is complete and on disk;
+    PackedFolder; readers show the files only. A text or tar file becomes one sample, too: 'ffserve
+    convert' makes one of each line or member. OUT takes its name when it is complete and on disk;
     after an error nothing of it remains.
 
     \b

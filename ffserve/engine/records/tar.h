@@ -1,8 +1,8 @@
 /* Tar archives: one pass over the headers, from which samples and their fields follow.
  *
  * A pure function of bytes in memory, as codec.h has them: Python decides which bytes of a file are
- * read, but for headers far from each other, which take three times as long then. What a header means is what Python's tarfile takes it for: POSIX.1-1988 (ustar), pax, and
- * GNU's long names.
+ * read, but for headers far from each other, which take three times as long then. What a header
+ * means is what Python's tarfile takes it for: POSIX.1-1988 (ustar), pax, and GNU's long names.
  */
 #ifndef FFSERVE_TAR_H
 #define FFSERVE_TAR_H
@@ -62,6 +62,7 @@ typedef struct {
     uint8_t key[FFS_TAR_MOST_NAME + 1]; /* of the last member */
     int64_t key_size;                   /* -1: there is none */
     uint64_t next_size;                 /* of the next member, as extended headers say */
+    uint64_t ahead;                     /* headers before it were read ahead */
     int32_t has_name, has_link, has_size, extended, sparse;
     uint16_t slots[2 * FFS_TAR_MOST_FIELDS]; /* numbers of fields, + 1, by hash */
     uint32_t field_starts[FFS_TAR_MOST_FIELDS];
@@ -73,7 +74,8 @@ typedef struct {
 int ffs_tar(ffs_tar_scan *scan, const uint8_t *window, uint64_t base, uint64_t size);
 
 /* The same from a descriptor, as long as members have `large` bytes or more: for each header the
- * window of `size` bytes is read. MORE: the caller reads on, and says what cannot be read. */
+ * window of `size` bytes is read. Where a header is not in the page cache, those behind it are read
+ * ahead, many at the same time. MORE: the caller reads on, and says what cannot be read. */
 int ffs_tar_headers(ffs_tar_scan *scan, int fd, uint8_t *window, uint64_t size, uint64_t large);
 
 /* Whether a header matches its checksum. */

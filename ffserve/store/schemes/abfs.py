@@ -41,7 +41,7 @@ class AzureBlobs(WebScheme):
     protocols = "abfs", "abfss", "az"
     package = "azure-identity"
     loggers = "azure", "msal"
-    settings = ("AZURE_",)
+    settings = "AZURE_", "IDENTITY_", "MSI_"
     forgotten = ("AZURE_",)
     options: ClassVar = {
         "account_name": str, "account_key": str, "sas_token": str, "endpoint_url": str,
@@ -52,6 +52,7 @@ class AzureBlobs(WebScheme):
         "client_secret": ("tenant_id", "client_id"),
     }
     credential_errors = "ClientAuthenticationError", "CredentialUnavailableError"
+    made_of = frozenset(("client_secret",))
 
     def collect(self, settings: Options) -> Options:
         names = (
@@ -81,9 +82,7 @@ class AzureBlobs(WebScheme):
             kept = ["token", "expires"]
             if not anonymous and not connection:
                 identity = importlib.import_module("azure.identity")
-                with identity.DefaultAzureCredential() as credential:
-                    token = credential.get_token(_RESOURCE)
-                    found.update(token=token.token, expires=token.expires_on)
+                found.update(_token_of(identity.DefaultAzureCredential()))
         kept += ["account_name", "endpoint_url"]
         return {name: value for name, value in found.items() if value and name in kept}
 
@@ -99,8 +98,20 @@ class AzureBlobs(WebScheme):
         address = _account_address(url, credentials.options).rstrip("/")
         return AzureObjects(web, credentials, address)
 
+    def token(self, options: Options, web: Web) -> Options:
+        names = (options[name] for name in ("tenant_id", "client_id", "client_secret"))
+        kind = importlib.import_module("azure.identity").ClientSecretCredential
+        return _token_of(kind(*names, authority="login.microsoftonline.com"))
+
     def path_in(self, system: Any, url: str) -> str:
         return "/".join(_container(url))
+
+
+def _token_of(credential: Any) -> Options:
+    """Return a new token of a credential of azure-identity, and when it expires."""
+    with credential:
+        found = credential.get_token(_RESOURCE)
+    return {"token": found.token, "expires": found.expires_on}
 
 
 def _connection(given: str) -> Options:
@@ -145,8 +156,6 @@ def _account_address(url: str, options: Options) -> str:
 class AzureObjects(Objects):
     """Blobs of one account; a path is ``CONTAINER/NAME``."""
 
-    _token, _until = "", 0.0
-
     def __init__(self, web: Web, credentials: RenewedOptions, address: str) -> None:
         super().__init__(web, credentials)
         self._address = address
@@ -180,7 +189,7 @@ class AzureObjects(Objects):
         given = {**headers, "x-ms-version": _VERSION, "x-ms-date": formatdate(usegmt=True)}
         if "account_key" in options:
             given["Authorization"] = _signed(options, method, url, query, given)
-        elif token := options.get("token") or self._made(options):
+        elif token := options.get("token"):
             given["Authorization"] = f"Bearer {token}"
         return self.web.request(method, url, given, body)
 
@@ -196,20 +205,6 @@ class AzureObjects(Objects):
         query = {"sv": _VERSION, "sr": "b", "sp": "r", "se": until}
         query["sig"] = _keyed(options, lines)
         return SignedUrl(f"{url}?{urlencode(query, quote_via=quote, safe='')}")
-
-    def _made(self, options: Options) -> str:
-        """Return a token of the application that the options name; "" if they name none."""
-        if "client_secret" not in options:
-            return ""
-        if time.time() > self._until - 60:
-            identity = importlib.import_module("azure.identity")
-            with identity.ClientSecretCredential(
-                options["tenant_id"], options["client_id"], options["client_secret"],
-                authority="login.microsoftonline.com",
-            ) as credential:  # fmt: skip
-                found = credential.get_token(_RESOURCE)
-            self._token, self._until = found.token, found.expires_on
-        return self._token
 
     def put(self, path: str, size: int, body: Callable[[], bytes | Iterable[bytes]]) -> None:
         headers = {"Content-Length": str(size), "x-ms-blob-type": "BlockBlob"}

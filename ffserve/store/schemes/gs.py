@@ -5,6 +5,7 @@ Source: https://cloud.google.com/storage/docs/json_api
 
 from __future__ import annotations
 
+import calendar
 import contextlib
 import hashlib
 import importlib
@@ -40,7 +41,7 @@ class GoogleStorage(WebScheme):
     package = "google-auth"
     module = "google.auth"
     loggers = ("google",)
-    settings = "GOOGLE_", "CLOUDSDK_", "STORAGE_EMULATOR_"
+    settings = "GOOGLE_", "CLOUDSDK_", "STORAGE_EMULATOR_", "GCE_METADATA_"
     forgotten = "GOOGLE_", "STORAGE_EMULATOR_"
     options: ClassVar = {
         "token": str, "refresh_token": str, "client_id": str, "client_secret": str,
@@ -52,6 +53,7 @@ class GoogleStorage(WebScheme):
         "private_key": ("client_email",),
     }
     credential_errors = "DefaultCredentialsError", "RefreshError"
+    made_of = frozenset(("private_key", "refresh_token"))
 
     def collect(self, settings: Options) -> Options:
         token, project = settings.pop("token", None), settings.pop("project", None)
@@ -94,10 +96,7 @@ class GoogleStorage(WebScheme):
         elif (account := _service_account(token)).get("private_key"):
             found.update({name: account.get(name) for name in _SERVICE_ACCOUNT})
         else:
-            credentials.refresh(_Transport(self._web))
-            found["token"] = credentials.token
-            if credentials.expiry is not None:
-                found["expires"] = _seconds(credentials)
+            found.update(_refreshed(credentials, self._web))
         return str(project) if project else None
 
     @property
@@ -110,6 +109,18 @@ class GoogleStorage(WebScheme):
 
     def files(self, url: str, web: Web, credentials: RenewedOptions) -> GoogleObjects:
         return GoogleObjects(web, credentials)
+
+    def token(self, options: Options, web: Web) -> Options:
+        if "private_key" in options:
+            kind = importlib.import_module("google.oauth2.service_account").Credentials
+            given = {name: options[name] for name in _SERVICE_ACCOUNT if name in options}
+            made = kind.from_service_account_info(
+                {"type": "service_account", "token_uri": _TOKENS, **given}, scopes=[_SCOPE]
+            )
+        else:
+            kind = importlib.import_module("google.oauth2.credentials").Credentials
+            made = kind(None, token_uri=_TOKENS, **{name: options[name] for name in _USER})
+        return _refreshed(made, web)
 
 
 def _service_account(token: Any) -> dict[str, Any]:
@@ -126,7 +137,6 @@ class GoogleObjects(Objects):
     """Buckets of Google Cloud Storage. The version of an object is its generation."""
 
     most_put_size = math.inf
-    _token, _until = "", 0.0
 
     def send(
         self, options: Options, method: str, path: str, query: Mapping[str, str],
@@ -135,7 +145,7 @@ class GoogleObjects(Objects):
         given = dict(headers)
         if "user_project" in options:
             query = {**query, "userProject": options["user_project"]}
-        if token := options.get("token") or self._made(options):
+        if token := options.get("token"):
             given["Authorization"] = f"Bearer {token}"
         endpoint = options.get("endpoint_url", _ENDPOINT).rstrip("/")
         url = f"{endpoint}{path}{'?' if query else ''}{urlencode(query, quote_via=quote)}"
@@ -176,7 +186,7 @@ class GoogleObjects(Objects):
         return OpenVersion(fetch, True, self.cached(path, tag, coding), self.route)
 
     def signed(self, options: Options, path: str, tag: str) -> SignedUrl | None:
-        if "token" in options or "refresh_token" in options:
+        if "private_key" not in options and options.keys() & {"token", "refresh_token"}:
             return None  # Google signs for these by another service only
         address = f"{options.get('endpoint_url', _ENDPOINT).rstrip('/')}/{quote(path, safe='/~')}"
         query = {"generation": tag}
@@ -215,25 +225,6 @@ class GoogleObjects(Objects):
     def delete(self, path: str) -> None:
         self.done(self.ask("DELETE", _place(path)))
 
-    def _made(self, options: Options) -> str:
-        """Return a token that is made of these options alone; "" if they have none."""
-        if not options.keys() & {"private_key", "refresh_token"}:
-            return ""
-        if time.time() > self._until - 60:
-            if "private_key" in options:
-                kind = importlib.import_module("google.oauth2.service_account").Credentials
-                given = {name: options[name] for name in _SERVICE_ACCOUNT if name in options}
-                made = kind.from_service_account_info(
-                    {"type": "service_account", "token_uri": _TOKENS, **given}, scopes=[_SCOPE]
-                )
-            else:
-                kind = importlib.import_module("google.oauth2.credentials").Credentials
-                given = {name: options[name] for name in _USER}
-                made = kind(None, token_uri=_TOKENS, **given)
-            made.refresh(_Transport(self.web))
-            self._token, self._until = made.token, _seconds(made)
-        return self._token
-
 
 def _place(path: str) -> str:
     """Return the path of a bucket or object in requests."""
@@ -248,11 +239,12 @@ def _facts(found: dict[str, Any]) -> Facts:
     return {"type": "file", **facts, "LastModified": found["updated"]}
 
 
-def _seconds(credentials: Any) -> float:
-    """Return when credentials of google-auth expire, in seconds since 1970."""
-    import calendar
-
-    return float(calendar.timegm(credentials.expiry.timetuple()))
+def _refreshed(credentials: Any, web: Web) -> Options:
+    """Return a new token of credentials of google-auth, and when it expires, in seconds."""
+    credentials.refresh(_Transport(web))
+    until = credentials.expiry
+    expires = {} if until is None else {"expires": float(calendar.timegm(until.timetuple()))}
+    return {"token": credentials.token, **expires}
 
 
 class _Transport:

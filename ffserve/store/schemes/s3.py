@@ -208,10 +208,10 @@ class S3Objects(Objects):
         if self._key[0] != made:
             key = made[0].encode()
             for part in scope:
-                key = hmac.new(key, part.encode(), "sha256").digest()
+                key = hmac.digest(key, part.encode(), "sha256")
             self._key = made, key
         message = f"AWS4-HMAC-SHA256\n{stamp}\n{'/'.join(scope)}\n{digest}"
-        return hmac.new(self._key[1], message.encode(), "sha256").hexdigest()
+        return hmac.digest(self._key[1], message.encode(), "sha256").hex()
 
 
 SCHEME = S3()
