@@ -176,7 +176,7 @@ class GoogleObjects(Objects):
         return OpenVersion(fetch, True, self.cached(path, tag, coding), self.route)
 
     def signed(self, options: Options, path: str, tag: str) -> SignedUrl | None:
-        if "token" in options or "refresh_token" in options:
+        if "private_key" not in options and options.keys() & {"token", "refresh_token"}:
             return None  # Google signs for these by another service only
         address = f"{options.get('endpoint_url', _ENDPOINT).rstrip('/')}/{quote(path, safe='/~')}"
         query = {"generation": tag}
