@@ -7,6 +7,7 @@ import datetime
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -252,6 +253,9 @@ def test_a_package_that_is_missing_is_named(
 
 def test_every_kind_has_what_a_kind_has() -> None:
     help_text = text_of("convert", "--help")
+    howto = Path(__file__).parents[2] / "docs" / "howto" / "convert.md"
+    rows = re.findall(r"^\| (`.+?) \|", howto.read_text(), re.M)
+    assert {*KINDS} <= set(re.findall(r"`(\w+)`", " ".join(rows)))
     for name in KINDS:
         assert {"SUFFIXES", "recognizes", "open_input"} <= vars(module_of(name)).keys()
         assert name in help_text

@@ -250,7 +250,7 @@ def damage(kind: str, given: str) -> None:
     """Halve the largest file: an error, no output."""
     from ffserve import cli
 
-    if kind in ("lmdb", "imagefolder"):  # LMDB maps what is not there; a picture is no record file
+    if kind == "imagefolder":  # a picture is a file of any content
         return
     below = glob.glob(f"{given}/*.*") if os.path.isdir(given) else glob.glob(given)
     largest = max(below, key=os.path.getsize)

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from ffserve.convert.inputs import Record, clean_name
-from ffserve.convert.kinds import Wanted, needed, reading
+from ffserve.convert.kinds import Wanted, damaged, needed, reading
 from ffserve.errors import UsageError
 
 SUFFIXES = ()
@@ -30,7 +30,12 @@ class DatabaseValues:
         self.files = (inside if os.path.isdir(path) else path,)
         env = self._open()
         with reading(self.files[0]), env, env.begin() as transaction:
-            self.count: int = env.stat()["entries"]
+            facts = env.stat()
+            self.count: int = facts["entries"]
+            if (env.info()["last_pgno"] + 1) * facts["psize"] > os.path.getsize(self.files[0]):
+                raise damaged(
+                    self.files[0], "the file ends early"
+                )  # it is mapped: reads would kill
             first = next(iter(transaction.cursor()), None)
         if first is not None and self._is_database(first[0]):
             raise UsageError(
