@@ -142,9 +142,12 @@ FETCH_SIZE = 4 << 20
 """Bytes of one request to an origin; each costs milliseconds of CPU and a round trip."""
 MOST_ACCESS = 64 << 10
 """Characters of the credentials that a client passes with an OPEN; longer ones are refused."""
+OPENED_AT_ONCE = 64
+"""A process that reads remote files without a daemon opens this many at the same time. Over 20 ms
+latency that takes 1 ms for each, which is the CPU that a file costs."""
 MOST_LISTED, MOST_PAGE_SIZE = 1 << 22, 256 << 20
-"""Files in one listing of an origin, which take 1 KB of memory each, and bytes of a page that lists
-them; a longer listing, which may have no end, fails."""
+"""Files in one listing of an origin, of which those that are wanted take half a KB of memory each,
+and bytes of a page that lists them; a longer listing, which may have no end, fails."""
 GATE_BLOCKS, POOL_BLOCKS = 256, 1024
 """Blocks that a request waits for at a time (beyond, it is answered in part), and all requests of a
 user at one origin; further ones wait before they ask. A block takes 3 KB until it comes."""

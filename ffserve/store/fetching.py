@@ -793,6 +793,8 @@ def find(
     files, left_out = call(url, lambda: origin.find(url, suffixes, hidden=hidden, below=below))
     now = time.monotonic()
     with _lock:
+        for each in [each for each, (at, _) in _listed.items() if now - at > LISTED_S]:
+            del _listed[each]
         _listed.update((each.url, (now, each)) for each in files if each.size >= 0)
     return files, left_out
 

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from ffserve.errors import FFServeError
 from ffserve.formats.base import ReadAt
+from ffserve.limits import ASKED_AT_ONCE
 from ffserve.store import urls
 from ffserve.store.directory import BLOCK_SIZE
 from ffserve.store.fetching import NOW, Outcome, call, threads_of
 from ffserve.store.origin import ObjectVersion, RemoteFile
+from ffserve.store.schemes import scheme_of
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 RANGE_SIZE = 4 << 20
 """One request has at most this many bytes; larger ranges come by several requests at once."""
@@ -46,10 +51,26 @@ class RangedObject:
         self.identity, self.size = identity, identity.size
         self.shown = urls.shown(identity.url)
         self._remote = RemoteFile(identity, block_size=BLOCK_SIZE)
+        self._head, self._head_used = b"", 0
+        """The first bytes, while the object is opened, and how many of them were read."""
 
     def after_fork(self) -> None:
         """Prepare a child process to connect anew."""
         self._remote.after_fork()
+
+    def fetch(self, start: int, end: int) -> bytes:
+        """Return bytes; the calling thread fetches them if its scheme lets it. Raises:
+        FFServeError."""
+        if scheme_of(self.identity.url).at_once > ASKED_AT_ONCE:
+            return self._fetch(start, end)
+        return bytes_of(self.ask(start, end))
+
+    def _fetch(self, start: int, end: int, direct: bool = False) -> bytes:
+        return call(self.identity.url, partial(self._remote.read, start, end, direct=direct))
+
+    def spare(self) -> None:
+        """Keep only those of the first bytes that were read, which may be read once more."""
+        self._head = self._head[: self._head_used]
 
     def ask(self, start: int, end: int, *, direct: bool = False) -> Future[Outcome]:
         """Ask for bytes; return at once. The exception of the future is an FFServeError.
@@ -57,8 +78,7 @@ class RangedObject:
         Args: direct: as of `RemoteFile.read`.
         """
         future: Future[Outcome] = Future()
-        url, read = self.identity.url, partial(self._remote.read, start, end, direct=direct)
-        threads_of(url).put(NOW, lambda: call(url, read), future)
+        threads_of(self.identity.url).put(NOW, partial(self._fetch, start, end, direct), future)
         return future
 
     def ask_all(
@@ -84,10 +104,10 @@ class RangedObject:
     def read_at(self) -> ReadAt:
         """Return a `ReadAt` for one thread. Bytes that are read in order are asked for ahead.
 
-        Raises: as `ask`, when it is called.
+        Raises: as `fetch`, when it is called.
         """
         head = min(HEAD_SIZE, self.size)
-        first_bytes = self.ask(0, head) if head else None
+        self._head, self._head_used = b"", 0
         pieces: _Pieces | None = None
         last, streak = range(0), 0
         kept: dict[range, bytes] = {}
@@ -98,8 +118,11 @@ class RangedObject:
             end = min(offset + len(into), self.size)
             if end <= offset:
                 return 0
-            if end <= head and first_bytes is not None:
-                into[: end - offset] = bytes_of(first_bytes)[offset:end]
+            if end <= head:
+                if end > len(self._head):
+                    self._head = self.fetch(0, head)
+                self._head_used = max(self._head_used, end)
+                into[: end - offset] = self._head[offset:end]
                 return end - offset
             streak = streak + 1 if last.start <= offset <= last.stop + NEAR else 0
             last = range(offset, end)
@@ -118,6 +141,19 @@ class RangedObject:
             return end - offset
 
         return read
+
+
+def at_once(call: Callable[[T], R], items: Sequence[T], some: Sequence[str]) -> list[R]:
+    """Return the results of calls of origins, several at the same time.
+
+    Args: some: URL of each item.
+    Raises: the error of the first that failed.
+    """
+    if len(items) < 2:
+        return [call(item) for item in items]
+    most = min(scheme_of(url).at_once for url in {url.partition("://")[0] + "://" for url in some})
+    with ThreadPoolExecutor(min(len(items), most), "ffserve-open") as pool:
+        return list(pool.map(call, items))
 
 
 class _Pieces:

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
-from ffserve.limits import ORIGIN_THREADS
+from ffserve.limits import OPENED_AT_ONCE
 from ffserve.store.schemes.scheme import KEPT_HEADERS
 
 _LINES_SIZE = 64 << 10
@@ -342,7 +342,7 @@ class Web:
         """Keep a connection whose answer was read for later requests."""
         with self._lock:
             free = self._idle.setdefault(to[:3], [])
-            if connection.sock is not None and len(free) < ORIGIN_THREADS:
+            if connection.sock is not None and len(free) < OPENED_AT_ONCE:
                 free.append(connection)
                 return
         connection.close()

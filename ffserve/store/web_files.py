@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 from urllib.parse import quote, unquote_plus
 from xml.etree import ElementTree
 
-from ffserve.limits import ASKED_AT_ONCE, MOST_LISTED, MOST_PAGE_SIZE
+from ffserve.limits import ASKED_AT_ONCE, MOST_LISTED, MOST_PAGE_SIZE, OPENED_AT_ONCE
 from ffserve.store.cache_network import SIGNED_AGAIN_S, CacheNetwork, Route, SignedUrl
 from ffserve.store.schemes.scheme import (
     OpenVersion,
@@ -273,6 +273,7 @@ class WebScheme(Scheme):
 
     module = "ssl"  # it needs no package
     cached = True
+    at_once = OPENED_AT_ONCE
     trusts: ClassVar[bool] = True
     """Whether this process's own requests go to the proxies that its environment names."""
     made_of: ClassVar[Set[str]] = frozenset()
@@ -429,15 +430,20 @@ class Objects(WebFiles):
             for name in page.directories:
                 yield {"name": name.rstrip("/"), "type": "directory", "size": 0}
 
+    def every(self, path: str) -> Iterator[Facts]:
+        """Yield all files below a directory, or the file of this name."""
+        empty = True
+        for page in self.pages(path, ""):
+            empty = empty and not page.files
+            yield from page.files
+        if empty:
+            with contextlib.suppress(MissingError):
+                if (facts := self.info(path))["type"] == "file":
+                    yield facts
+
     def find(self, path: str, detail: bool = False) -> Any:
-        """Return all files below a directory, or the file of this name."""
-        found = {facts["name"]: facts for page in self.pages(path, "") for facts in page.files}
-        if not found:
-            try:
-                facts = self.info(path)
-            except MissingError:
-                facts = {"type": "directory"}
-            found = {facts["name"]: facts} if facts["type"] == "file" else {}
+        """Return the same as `every`, by name."""
+        found = {facts["name"]: facts for facts in self.every(path)}
         return found if detail else sorted(found)
 
     # ---- writing --------------------------------------------------------------------------

@@ -129,6 +129,8 @@ class RemoteFiles:
         else:
             forget_own_settings()
             self.fetcher.store  # noqa: B018 - its first use opens it
+        self._reached = set[str]()
+        """Places at which a daemon that reads for its own user has found an object."""
         self._instance = secrets.token_hex(8)
         """It differs for each daemon, also for one that has the memory of its predecessor."""
         self._lock = threading.Lock()
@@ -222,6 +224,11 @@ class RemoteFiles:
 
     def _check(self, wanted: Sequence[WantedFile], peer: Peer) -> None:
         """Ask origins whether a peer may read these versions."""
+        if self.own:
+            # The client, which is this user, has just found them at their origins; one of each
+            # origin shows that the daemon can read there as well.
+            new = {one.place: one for one in wanted if one.place not in self._reached}
+            wanted = list(new.values())
 
         def ask(one: WantedFile) -> None:
             url = one.identity.url
@@ -238,6 +245,8 @@ class RemoteFiles:
                 raise changed(url)
 
         _for_all(ask, wanted)
+        if self.own:
+            self._reached.update(one.place for one in wanted)
 
     def parse(
         self,
