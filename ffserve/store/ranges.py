@@ -58,14 +58,17 @@ class RangedObject:
         """Prepare a child process to connect anew."""
         self._remote.after_fork()
 
-    def fetch(self, start: int, end: int) -> bytes:
-        """Return bytes; the calling thread fetches them if its scheme lets it. Raises:
-        FFServeError."""
-        if scheme_of(self.identity.url).at_once > ASKED_AT_ONCE:
-            return self._fetch(start, end)
-        return bytes_of(self.ask(start, end))
+    def fetch(self, start: int, end: int, *, direct: bool = False) -> bytes:
+        """Return bytes; the calling thread fetches them if its scheme lets it.
 
-    def _fetch(self, start: int, end: int, direct: bool = False) -> bytes:
+        Args:   direct: as of `RemoteFile.read`.
+        Raises: FFServeError.
+        """
+        if scheme_of(self.identity.url).at_once > ASKED_AT_ONCE:
+            return self._fetch(start, end, direct)
+        return bytes_of(self.ask(start, end, direct=direct))
+
+    def _fetch(self, start: int, end: int, direct: bool) -> bytes:
         return call(self.identity.url, partial(self._remote.read, start, end, direct=direct))
 
     def spare(self) -> None:
@@ -75,7 +78,7 @@ class RangedObject:
     def ask(self, start: int, end: int, *, direct: bool = False) -> Future[Outcome]:
         """Ask for bytes; return at once. The exception of the future is an FFServeError.
 
-        Args: direct: as of `RemoteFile.read`.
+        Args: direct: as of `fetch`.
         """
         future: Future[Outcome] = Future()
         threads_of(self.identity.url).put(NOW, partial(self._fetch, start, end, direct), future)
@@ -86,7 +89,7 @@ class RangedObject:
     ) -> list[tuple[int, int, Future[Outcome]]]:
         """Ask for an extent, as far as the object has bytes there, by requests of limited size.
 
-        Args:    direct: as of `ask`.
+        Args:    direct: as of `fetch`.
         Returns: begin, end and future of each.
         """
         end, size, first = min(end, self.size), self._range_size, start
@@ -101,9 +104,10 @@ class RangedObject:
             coming = self.ask_all(offset, offset + length, direct=True)
             yield memoryview(b"".join(bytes_of(future) for _, _, future in coming))
 
-    def read_at(self) -> ReadAt:
+    def read_at(self, *, direct: bool = False) -> ReadAt:
         """Return a `ReadAt` for one thread. Bytes that are read in order are asked for ahead.
 
+        Args:   direct: as of `fetch`.
         Raises: as `fetch`, when it is called.
         """
         head = min(HEAD_SIZE, self.size)
@@ -120,7 +124,7 @@ class RangedObject:
                 return 0
             if end <= head:
                 if end > len(self._head):
-                    self._head = self.fetch(0, head)
+                    self._head = self.fetch(0, head, direct=direct)
                 self._head_used = max(self._head_used, end)
                 into[: end - offset] = self._head[offset:end]
                 return end - offset
@@ -130,9 +134,10 @@ class RangedObject:
             if streak < IN_ORDER:
                 pieces = None
             if content is None and streak < IN_ORDER:
-                content = b"".join(bytes_of(future) for _, _, future in self.ask_all(offset, end))
+                asked = self.ask_all(offset, end, direct=direct)
+                content = b"".join(bytes_of(future) for _, _, future in asked)
             elif content is None:
-                pieces = pieces or _Pieces(self, offset)
+                pieces = pieces or _Pieces(partial(self.ask, direct=direct), self.size, offset)
                 content = pieces.read(last, min(1 << (streak - IN_ORDER), MOST_AHEAD))
             if len(content) <= room and last not in kept:
                 kept[last] = content
@@ -159,8 +164,8 @@ def at_once(call: Callable[[T], R], items: Sequence[T], some: Sequence[str]) -> 
 class _Pieces:
     """The pieces of an object that a reader in order has asked for, from an offset on."""
 
-    def __init__(self, opened: RangedObject, offset: int) -> None:
-        self._opened, self._offset = opened, offset
+    def __init__(self, ask: Callable[[int, int], Future[Outcome]], size: int, offset: int) -> None:
+        self._ask, self._size, self._offset = ask, size, offset
         self._coming: dict[int, Future[Outcome]] = {}
 
     def read(self, wanted: range, ahead: int) -> bytes:
@@ -173,9 +178,9 @@ class _Pieces:
         try:
             for piece in range(first, behind + ahead):
                 begin = self._offset + piece * PIECE_SIZE
-                end = min(begin + PIECE_SIZE, self._opened.size)
+                end = min(begin + PIECE_SIZE, self._size)
                 if begin < end and piece not in self._coming:
-                    self._coming[piece] = self._opened.ask(begin, end)
+                    self._coming[piece] = self._ask(begin, end)
             for piece in range(first, behind):
                 begin = self._offset + piece * PIECE_SIZE
                 content = bytes_of(self._coming[piece])

@@ -139,15 +139,17 @@ class RangedSource(LocalSource):
 
 
 def _parsed(opened: RangedObject, how: How, seen: Callable[[int], object] | None) -> formats.Shard:
-    def read() -> formats.Shard:
-        options = {"verify": how.verify, "tolerant": how.tolerant, "seen": seen}
-        return parsed(opened.read_at(), opened.size, opened.shown, how.format, **options)  # type: ignore[arg-type]
+    def read(direct: bool) -> formats.Shard:
+        return parsed(
+            opened.read_at(direct=direct), opened.size, opened.shown, how.format,
+            verify=how.verify, tolerant=how.tolerant, seen=seen,
+        )  # fmt: skip
 
     try:
-        return read()
+        return read(False)
     except FormatError:
-        # Tables may have been damaged on their way: all of their bytes are asked for again.
-        return read()
+        # Tables may have been damaged on their way: all of their bytes are asked of the origin.
+        return read(True)
     finally:
         opened.spare()  # the tables of all shards are entered together, when all are here
 
