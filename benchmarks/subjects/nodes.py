@@ -19,13 +19,11 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.measuring import Bench, Contestant, Group, Result, Row, Yardstick
 from benchmarks.subjects import store
-from ffserve.bench import child_processes
 from ffserve.bench.ceilings import Case, Delivered
 from ffserve.bench.child_processes import Daemon
 from ffserve.bench.samples import BenchmarkData
@@ -34,34 +32,13 @@ from ffserve.errors import FFServeError
 HERE = "benchmarks.subjects.nodes"
 PROGRAM = Path(__file__).parents[2] / "deploy/cache-network/cache-network"
 COUNT, BATCH = 4, 8
-PORT = 9001
 KILLED_AT = 0.4
 """The part of the data that has left the origin when a member is killed."""
-RESTART_S = 1.0
+RESTART_S = 0.1
+"""As in ffserve-cache.service."""
 START_S = 20.0
 
 Note = Callable[[str], None]
-
-
-@contextlib.contextmanager
-def origin(folder: str, read: str) -> Iterator[store.Origin]:
-    """Serve the buckets of `store.origin` by nginx, over its link: rclone answers ranges with
-    status 200, which nginx as a cache does not take."""
-    with contextlib.ExitStack() as stack:
-        served = stack.enter_context(store.origin(folder, read))
-        host = served.endpoint.partition("//")[2].partition(":")[0]
-        place = stack.enter_context(tempfile.TemporaryDirectory())
-        config = Path(place) / "nginx.conf"
-        config.write_text(
-            f"daemon off; worker_processes 1; user root; pid {place}/pid; error_log /dev/null; "
-            "events { } http { access_log off; sendfile on; keepalive_requests 1000000; "
-            f"server {{ listen {host}:{PORT}; root {folder}; }} }}"
-        )
-        inside = "ip", "netns", "exec", f"ffserve-{os.getpid()}"
-        command = [*inside, "nginx", "-e", os.devnull, "-c", str(config)]
-        stack.enter_context(child_processes.running(command))
-        _await(lambda: os.path.exists(f"{place}/pid"))
-        yield replace(served, endpoint=f"http://{host}:{PORT}")
 
 
 def _await(ready: Callable[[], bool]) -> None:
@@ -184,9 +161,9 @@ def read(case: dict[str, Any]) -> dict[str, Any]:
 
 def groups(bench: Bench, sample_size: int, scale: float, note: Note) -> list[Group]:
     """Return the group, if this machine can measure it."""
-    programs = ("tc", "nginx", "openssl")
-    if os.geteuid() != 0 or not all(map(shutil.which, programs)) or store.rclone() is None:
-        note("nodes: not measured, it needs root, iproute2, nginx, openssl and rclone")
+    programs = ("tc", "nginx", "openssl", "curl")
+    if os.geteuid() != 0 or not all(map(shutil.which, programs)):
+        note("nodes: not measured, it needs root, iproute2, nginx, openssl and curl")
         return []
     size = max(int(store.WHOLE_SIZE * scale / 2), store.MIN_SIZE)
     data = store.remote_data(bench.folder, sample_size, size)
@@ -231,8 +208,8 @@ def groups(bench: Bench, sample_size: int, scale: float, note: Note) -> list[Gro
 
 def _run(bench: Bench, data: BenchmarkData, *, cached: bool, kill: bool) -> Result:
     with contextlib.ExitStack() as stack:
-        read = os.path.basename(os.path.dirname(data.paths[0]))
-        served = stack.enter_context(origin(os.path.join(bench.folder, "origin"), read))
+        folder = os.path.join(bench.folder, "origin")
+        served = stack.enter_context(store.static_origin(folder, store.RATE))
         place = stack.enter_context(tempfile.TemporaryDirectory(prefix="nodes-", dir=bench.folder))
         victim, environment = 0, {}
         if cached:
