@@ -10,7 +10,8 @@ The cache is never needed. A request may take CONNECT_S and ANSWER_S. After one 
 origin is asked, and a thread of its own finds out now and then whether the cache works again. A
 request that breaks off while others are answered was perhaps at one member of many that ended; only
 this one is asked of the origin then. One that is late may have waited for a slow origin, which all
-nodes would ask without the cache: fewer are sent at a time, as by TCP's congestion control.
+nodes would ask without the cache: fewer are sent at a time, as by TCP's congestion control, and
+already when answers take long, before any is late.
 """
 
 from __future__ import annotations
@@ -37,6 +38,12 @@ T = TypeVar("T")
 
 CONNECT_S, ANSWER_S = 0.5, 1.5
 """A connection, and the whole answer for a block, may take so long: 2 s together."""
+SLOW_S = 1.0
+"""After an answer that took longer, fewer are asked for at a time. nginx looks each half second
+whether a slice that another request fetches is there, so the next answer may be late."""
+FIRST_COUNT = ORIGIN_THREADS / 4
+"""So many requests are sent at a time first, and in spite of slow answers: many nodes begin at
+once."""
 SIGNED_S = 900
 """A signed URL is valid for so long: as long as Amazon takes a signed request for a new one."""
 SIGNED_AGAIN_S = 300.0
@@ -173,7 +180,7 @@ class Route:
         """Know nothing of the cache."""
         self._lock = threading.Condition()
         self._failed = self._probing = False
-        self._active, self._most = 0, float(ORIGIN_THREADS)
+        self._active, self._most = 0, FIRST_COUNT
         """Requests on their way, and how many there may be."""
         self._answered = self._halved = -math.inf
         """When the last answer came, and when fewer were allowed."""
@@ -217,7 +224,10 @@ class Route:
         else:
             with self._lock:
                 self._answered = time.monotonic()
-                self._most = min(self._most + 1 / self._most, ORIGIN_THREADS)
+                if self._answered <= begun + SLOW_S:
+                    self._most = min(self._most + 1 / self._most, ORIGIN_THREADS)
+                elif begun > self._halved and self._most > FIRST_COUNT:
+                    self._most, self._halved = max(self._most / 2, FIRST_COUNT), self._answered
             return found
         finally:
             with self._lock:

@@ -28,6 +28,7 @@ from ffserve.cache.jobs import JobProgress
 from ffserve.cache.orders import AnnouncedOrder
 from ffserve.config import ServerConfig
 from ffserve.errors import AccessDenied, UsageError
+from ffserve.limits import ORIGIN_THREADS
 from ffserve.server.files import remote
 from ffserve.server.files.remote import RemoteShard
 from ffserve.server.reading import fetches
@@ -165,6 +166,7 @@ def test_a_cache_that_fails_again_is_left_alone_for_longer(monkeypatch: pytest.M
 def test_a_cache_before_a_slow_origin_made_all_nodes_ask_the_origin() -> None:
     """What is late while others are answered lets fewer be sent at a time."""
     network, route = CacheNetwork("http://127.0.0.1:9"), Route()
+    route._most = float(ORIGIN_THREADS)
     begun = threading.Semaphore(0)
     in_time, too_late, extra_end = (threading.Semaphore(0) for _ in range(3))
 
@@ -200,6 +202,30 @@ def test_a_cache_before_a_slow_origin_made_all_nodes_ask_the_origin() -> None:
         assert route._most < 0.8 * expected
 
 
+def test_a_cache_was_asked_for_more_until_answers_were_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each late one is fetched twice. Slow answers say it before."""
+    network, route, now = CacheNetwork("http://127.0.0.1:9"), Route(), 1000.0
+    monkeypatch.setattr("ffserve.store.cache_network.time.monotonic", lambda: now)
+
+    def answers(count: int, seconds: float) -> float:
+        def attempt() -> int:
+            nonlocal now
+            now += seconds
+            return 1
+
+        for _ in range(count):
+            assert route.fetch(network, "o", attempt) == 1
+        return route._most
+
+    first = route._most
+    assert 1 < first < answers(20, 0.1) < answers(500, 0.1) == ORIGIN_THREADS
+    assert answers(1, ANSWER_S - 0.1) == ORIGIN_THREADS / 2
+    assert answers(9, ANSWER_S - 0.1) == first, "a slow cache is a cache"
+    assert answers(500, 0.1) == ORIGIN_THREADS and not route._failed and not network.faults
+
+
 def test_records_that_came_wrong_from_the_cache_come_from_the_origin(
     origin: HttpOrigin, cache: SharedCache, tmp_path: Path
 ) -> None:
@@ -207,6 +233,17 @@ def test_records_that_came_wrong_from_the_cache_come_from_the_origin(
     url = served(origin, tmp_path, samples)
     with ffserve.open(url, server="off") as reader:
         cache.fault = "bytes"
+        assert plain(reader.read(range(100))) == samples
+    assert cache.asked
+
+
+def test_a_file_did_not_open_whose_tables_came_wrong_from_the_cache(
+    origin: HttpOrigin, cache: SharedCache, tmp_path: Path
+) -> None:
+    samples = samples_of(100, 6000)
+    url = served(origin, tmp_path, samples)
+    cache.fault = "bytes"
+    with ffserve.open(url, server="off") as reader:
         assert plain(reader.read(range(100))) == samples
     assert cache.asked
 
