@@ -47,8 +47,8 @@ shards, and an OPEN that finds no descriptor closes idle shards or fails with a 
 
 **Threads.** For each user USER_OPENINGS that open files (ASKED_AT_ONCE each for remote files),
 MOST_SCANS of them for damaged files, CLOSING_THREADS, one that explains damaged samples, one that
-reads samples a second time, one that copies prepared samples, and ORIGIN_THREADS for each of
-MOST_ORIGINS. For all users, BLOCK_THREADS.
+reads samples a second time, one that copies prepared samples, and for each of MOST_ORIGINS
+ORIGIN_THREADS, and one that tries a cache network that has failed. For all users, BLOCK_THREADS.
 
 **Disk.** The store takes at most `store.limit`. Of that, the state of one object has at most 1 part
 in OVERHEAD_SHARE, and an announced order fetches at most MOST_FETCHED_AHEAD before it is used.

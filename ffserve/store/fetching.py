@@ -266,7 +266,7 @@ class OpenObject:
         self, stored: StoredObject, identity: ObjectVersion, access: Access | None, pool: str
     ) -> None:
         self.stored, self.identity, self.access = stored, identity, access
-        self.remote = RemoteFile(identity, access)
+        self.remote = RemoteFile(identity, access, stored.block_size)
         self.shown = urls.shown(identity.url)
         self.pool = pool
 
@@ -409,14 +409,18 @@ class Fetcher:
             # The block came before it was pinned, and was evicted.
             future = self.ask(opened, [block], NOW, None)[block]
 
-    def ask_bytes(self, opened: OpenObject, start: int, end: int) -> Future[Outcome]:
-        """Ask for bytes past the store; return at once."""
+    def ask_bytes(
+        self, opened: OpenObject, start: int, end: int, *, direct: bool = False
+    ) -> Future[Outcome]:
+        """Ask for bytes past the store; return at once. Args: direct: as of `RemoteFile.read`."""
         future: Future[Outcome] = Future()
-        self._of(opened).put(NOW, lambda: self._download(opened, start, end), future)
+        run = partial(self._download, opened, start, end, direct=direct)
+        self._of(opened).put(NOW, run, future)
         return future
 
-    def _download(self, opened: OpenObject, start: int, end: int) -> bytes:
-        content = self.breaker(opened.pool).call(lambda: opened.remote.read(start, end))
+    def _download(self, opened: OpenObject, start: int, end: int, *, direct: bool = False) -> bytes:
+        read = partial(opened.remote.read, start, end, direct=direct)
+        content = self.breaker(opened.pool).call(read)
         self.fetched += len(content)
         return content
 
@@ -475,7 +479,7 @@ class Fetcher:
     def _take_neighbours(self, opened: OpenObject, block: int) -> dict[int, Future[Outcome]]:
         """Claim and reserve neighbours that were asked for and are not on their way yet."""
         stored, threads = opened.stored, self._of(opened)
-        most = self._fetch_size // stored.block_size - 1
+        most = 0 if opened.remote.is_cached else self._fetch_size // stored.block_size - 1
         found: dict[int, Future[Outcome]] = {}
         for step in (1, -1):
             near = block + step
@@ -691,12 +695,14 @@ class Fetcher:
         before = int(stored.state.checksums[block])
         if stored.sent_alike.get(block) == before:
             return False
-        content = self.ask_bytes(opened, block * stored.block_size, stored.state.end(block))
+        begin, end = block * stored.block_size, stored.state.end(block)
+        content = self.ask_bytes(opened, begin, end, direct=True)
         with contextlib.suppress(FutureTimeout):
             found = content.result(most_s)
             assert isinstance(found, bytes)
             if crc32c(found) != before:
                 log.warning("store: block %d of %s had come damaged", block, opened.shown)
+                opened.remote.distrust()
                 stored.publish(block, found)
                 return True
             stored.sent_alike[block] = before

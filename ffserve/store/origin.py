@@ -31,7 +31,7 @@ from typing import Any, TypeAlias
 
 from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError, UsageError
 from ffserve.limits import ASKED_AT_ONCE
-from ffserve.store import urls
+from ffserve.store import cache_network, urls
 from ffserve.store.credentials import Access
 from ffserve.store.schemes import protocol_of, scheme_of, union
 from ffserve.store.schemes.scheme import BROKEN, Meaning, OpenVersion, Scheme, fsspec_settings
@@ -465,26 +465,88 @@ def _prefix(url: str, path: str) -> str:
 
 
 class RemoteFile:
-    """Reads ranges of one version of a remote object. Threads may call it."""
+    """Reads ranges of one version of a remote object. Threads may call it.
 
-    def __init__(self, identity: ObjectVersion, access: Access | None = None) -> None:
+    Args: access: of a user; the origin has let that user read the object already. block_size: a
+        cache network is asked for whole blocks.
+    """
+
+    def __init__(
+        self, identity: ObjectVersion, access: Access | None = None, block_size: int = 1
+    ) -> None:
         self.identity = identity
-        self._access = access
+        self._access, self._block_size = access, block_size
+        self._proven = access is not None
+        """Whether the origin has shown that the object may be read."""
         self._free: list[tuple[int, OpenVersion]] = []
         """Open files that nobody uses, each with the only thread that may use it; 0: all may. A
         connection of SFTP hangs when two threads use it."""
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
-    def read(self, start: int, end: int) -> bytes:
+    @property
+    def is_cached(self) -> bool:
+        """Whether a cache network is asked, for each block by itself. Raises: UsageError."""
+        return scheme_of(self.identity.url).cached and cache_network.current() is not None
+
+    def read(self, start: int, end: int, *, direct: bool = False) -> bytes:
         """Return the bytes [start, end) of the object.
 
+        Args:   direct: whether no cache network is asked, such as when what came from it is wrong.
         Raises: UsageError; OriginError, for bytes of another version as well.
         """
-        identity = self.identity
-        with failures(identity.url):
+        with failures(self.identity.url):
             file = self._take()
-            content, facts = file.fetch(start, end)
+        content = None if direct else self._from_cache(file, start, end)
+        if content is None:
+            with failures(self.identity.url):
+                content, facts = file.fetch(start, end)
+            same = self._checked(content, facts, start, end)
+            if same is None and not self._same(identify(self.identity.url, self._access)):
+                raise OriginError(changed(self.identity.url), again=False)
+        with self._lock:
+            self._free.append((0 if file.shared else threading.get_ident(), file))
+        return content
+
+    def _from_cache(self, file: OpenVersion, start: int, end: int) -> bytes | None:
+        """Return bytes from the cache network; None: the origin is to be asked."""
+        network, url, size = cache_network.current(), self.identity.url, self._block_size
+        fetch = file.cached
+        if network is None or fetch is None:
+            return None
+        with self._lock:
+            if not self._proven and not self._same(identify(url, self._access)):
+                raise OriginError(changed(url), again=False)
+            self._proven = True
+        first, last = start // size * size, min(-(-end // size) * size, self.identity.size)
+
+        def attempt() -> bytes | None:
+            with failures(url):
+                found = fetch(network, first, last)
+            if found is None:
+                return None
+            if self._checked(*found, first, last) is None:
+                raise ValueError("the answer does not say which version it has")
+            network.sent += last - first
+            return found[0][start - first : end - first]
+
+        content: bytes | None = file.route.fetch(network, urls.origin_of(url), attempt)
+        return content
+
+    def distrust(self) -> None:
+        """Ask no cache network for a while: the origin has other bytes than came before."""
+        network = cache_network.current()
+        with self._lock:
+            routes = [file.route for _, file in self._free if file.route is not None]
+        if network is not None and routes:
+            routes[0].failed(network, urls.origin_of(self.identity.url), "it has sent wrong bytes")
+
+    def _checked(
+        self, content: bytes, facts: dict[str, Any] | None, start: int, end: int
+    ) -> bool | None:
+        """Whether bytes are of this version, as of `_agrees`. Raises: OriginError: they are not, or
+        not all that were asked for."""
+        identity = self.identity
         same = self._agrees(facts)
         if same is False:
             raise OriginError(changed(identity.url), again=False)
@@ -495,11 +557,7 @@ class RemoteFile:
             hint = "open the object again: it was truncated, or its origin ignores ranges"
             error = ReadError(message, path=urls.shown(identity.url), hint=hint)
             raise OriginError(error, again=len(content) < end - start)
-        if same is None and not self._same(identify(identity.url, self._access)):
-            raise OriginError(changed(identity.url), again=False)
-        with self._lock:
-            self._free.append((0 if file.shared else threading.get_ident(), file))
-        return content
+        return same
 
     def after_fork(self) -> None:
         """Keep the parent's file systems in a child process: they may be neither used nor freed

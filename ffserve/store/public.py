@@ -23,9 +23,8 @@ from ffserve.store.object_tables import parsed
 from ffserve.store.origin import HIDDEN, SPECIAL, ObjectVersion, failure, file_system, sized
 from ffserve.store.ranges import RangedObject, ReadAtStream
 from ffserve.store.schemes import protocol_of
-from ffserve.store.staging import Staging, plan_staging
+from ffserve.store.staging import Staging, plan_staging, warm_up
 from ffserve.store.urls import check_name, is_url, is_web, literal, local_path, name_of, shown
-from ffserve.store.warming import warm_up
 
 __all__ = [
     "HIDDEN",

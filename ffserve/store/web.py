@@ -297,7 +297,7 @@ class Web:
             raise ValueError("a header has more than one line")
         head = "\r\n".join([f"{method} {path} HTTP/1.1", *lines, "", ""]).encode()
         while True:
-            connection = self._idle_one(to) or self._new(to, proxy)
+            connection = self._idle_one(to) or self.new_connection(to, proxy)
             used = connection.sock is not None
             try:
                 if not used:
@@ -326,7 +326,8 @@ class Web:
                 return found
             found.close()
 
-    def _new(self, to: WebAddress, proxy: _Proxy | None) -> http.client.HTTPConnection:
+    def new_connection(self, to: WebAddress, proxy: _Proxy | None) -> http.client.HTTPConnection:
+        """Return a connection that is not open yet."""
         place = proxy[:2] if proxy is not None else (to.host, to.port)
         made = http.client.HTTPConnection(*place, self._connect_s)
         if to.tls:

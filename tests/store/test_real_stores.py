@@ -26,7 +26,7 @@ from daemon import Daemon, Raw, run_python, started, until
 from failing_proxy import failing_proxy
 from origins import http_origin
 from server_process import running
-from store_servers import free_port, reading_daemon, small_store, wait_for, written
+from store_servers import free_port, read_by_a_cache, reading_daemon, small_store, wait_for, written
 
 import ffserve
 from ffserve import protocol
@@ -112,6 +112,13 @@ def test_s3(bucket: Any, tmp_path: Path) -> None:
         with ffserve.open(url) as reader:
             assert [bytes(s) for s in reader.read(order)] == [whole[k] for k in order]
             assert reader.shards[0].path == f"s3://{name}/data/train-0.ffr"
+
+
+def test_s3_by_a_cache(bucket: Any, tmp_path: Path) -> None:
+    system, name = bucket
+    path, _ = written(tmp_path, "a b.ffr", 1)
+    system.put_file(str(path), f"{name}/data/ü/a b.ffr")
+    read_by_a_cache(f"s3://{name}/data/ü/a b.ffr", path.read_bytes())
 
 
 def test_a_changed_object_of_s3_is_never_mixed(bucket: Any, tmp_path: Path) -> None:

@@ -92,7 +92,9 @@ class RangedSource(LocalSource):
     def _new_engine(self) -> FetchingEngine:
         fetches = {
             self._files.fd(shard): FetchedFile(
-                opened.ask_all, partial(self._faults.read_wrong, shard)
+                opened.ask_all,
+                partial(opened.ask_all, direct=True),
+                partial(self._faults.read_wrong, shard),
             )
             for shard, opened in enumerate(self._objects)
             if opened is not None
@@ -137,15 +139,17 @@ class RangedSource(LocalSource):
 
 
 def _parsed(opened: RangedObject, how: How, seen: Callable[[int], object] | None) -> formats.Shard:
-    def read() -> formats.Shard:
-        options = {"verify": how.verify, "tolerant": how.tolerant, "seen": seen}
-        return parsed(opened.read_at(), opened.size, opened.shown, how.format, **options)  # type: ignore[arg-type]
+    def read(direct: bool) -> formats.Shard:
+        return parsed(
+            opened.read_at(direct=direct), opened.size, opened.shown, how.format,
+            verify=how.verify, tolerant=how.tolerant, seen=seen,
+        )  # fmt: skip
 
     try:
-        return read()
+        return read(False)
     except FormatError:
-        # Tables may have been damaged on their way: all of their bytes are asked for again.
-        return read()
+        # Tables may have been damaged on their way: all of their bytes are asked of the origin.
+        return read(True)
     finally:
         opened.spare()  # the tables of all shards are entered together, when all are here
 

@@ -24,6 +24,7 @@ import contextlib
 import errno
 import logging
 import os
+import random
 import threading
 import time
 from collections import defaultdict, deque
@@ -771,7 +772,8 @@ class Fetches:
         rate = max(progress.rate(now), LEAST_RATE)
         most = int(min(store.limit / 4, MOST_FETCHED_AHEAD)) // store.block_size
         for place, remote, block in _upcoming(numbers, shards, least):
-            due = time.time() + place / rate
+            ahead_s = place / rate
+            due = time.time() + ahead_s
             stored = remote.stored
             remote.worth[block] = due + SOON_S
             stored.state.uses[block] = min(int(due) + 1, LATEST)
@@ -783,7 +785,10 @@ class Fetches:
                     continue
                 if self._fetcher.queued_count(opened) >= MOST_QUEUED:
                     break
-                future = self._fetcher.ask(opened, [block], due, due)[block]
+                # Nodes with the same order would ask a cache network for the same block at once.
+                early = random.uniform(0.5, 1.0) if opened.remote.is_cached else 1.0
+                first = due - (1.0 - early) * ahead_s
+                future = self._fetcher.ask(opened, [block], first, due)[block]
                 future.add_done_callback(partial(_note_refusal, refused, key))
 
     def close(self) -> None:

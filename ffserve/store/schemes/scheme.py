@@ -64,10 +64,14 @@ class OpenVersion:
         fetch: returns the bytes [start, end), and what is known of the version that they belong to;
             None: its caller looks at the object again. Raises: what the package raises.
         shared: whether threads may use it at the same time.
+        cached: does the same by a cache of `cache_network.py`, and returns None if that cannot be
+            asked. route: whether this cache works.
     """
 
     fetch: Callable[[int, int], tuple[bytes, dict[str, Any] | None]]
     shared: bool = False
+    cached: Callable[[Any, int, int], tuple[bytes, dict[str, Any]] | None] | None = None
+    route: Any = None
 
 
 class Scheme:
@@ -92,6 +96,9 @@ class Scheme:
     patterns have no `?`."""
     in_process: ClassVar[bool] = False
     """Whether the files are in the memory of one process."""
+
+    cached: ClassVar[bool] = False
+    """Whether a cache network may have the files."""
 
     # ---- packages ----
     package: ClassVar[str | None] = "fsspec"
