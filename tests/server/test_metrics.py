@@ -41,7 +41,8 @@ Series = dict[tuple[tuple[str, str], ...], float]
 
 
 def test_a_daemon_without_a_store_has_none() -> None:
-    nothing = {"limit": 0, "used": 0, "fetched": 0, "evicted": 0}
+    names = ("limit", "used", "fetched", "evicted", "from_cache", "cache_faults")
+    nothing = dict.fromkeys(names, 0)
     assert store_facts(None) == {"directory": "", **nothing}
 
 

@@ -204,7 +204,7 @@ def test_failures_that_pass_are_survived(server: HttpOrigin, tmp_path: Path) -> 
     content = lines(1)
     url = server.put("a.txt", content)
     server.fail_until = time.monotonic() + 1
-    server.cut_after, server.cuts = 1 << 20, 5
+    server.cut_after, server.cuts = 1 << 18, 5
     assert (place(tmp_path / "run", url) / "a.txt").read_bytes() == content
     assert server.cuts == 0
 

@@ -91,7 +91,7 @@ def got(web: Web, url: str, most: int = 1 << 20) -> bytes:
 
 @pytest.fixture
 def web() -> Web:
-    return Web(5, 0.3)
+    return Web(5, 1)
 
 
 def test_a_connection_serves_many_requests_and_a_closed_one_is_replaced(web: Web) -> None:
