@@ -46,7 +46,6 @@ from ffserve.store.blocks import (
     PAGE,
     PRESENT,
     RESERVED,
-    UNCHECKED,
     BlockState,
     StoredObject,
     block_count,
@@ -54,6 +53,7 @@ from ffserve.store.blocks import (
     create,
     is_locked,
     lock,
+    runs,
     state_size,
     whole_pages,
 )
@@ -68,6 +68,11 @@ BLOCK_SIZE = 512 << 10
 within blocks; a request fetches several blocks."""
 DEFAULT_SHARE = 0.8
 """The default limit of a store is this share of the free space of its disk and its own size."""
+SMALL_BLOCK_SIZE, MOST_SMALL_BLOCKS = 32 << 10, 1 << 19
+"""The size of a block of a new tar file, of whose samples jobs may read one field, and the number
+of blocks up to which it is as small: 16 GiB. A larger file has larger blocks."""
+PARTED = (".tar",)
+"""Ends of the names of such files."""
 MIN_BLOCKS = 8
 """A store with room for fewer blocks is refused."""
 LOOKED_AT = 64
@@ -299,7 +304,8 @@ class Store:
         """
         name = name_of(identity, domain)
         try:
-            if self._overhead(identity.size, self.block_size) > self.limit / OVERHEAD_SHARE:
+            block_size = self._block_size_of(identity)
+            if self._overhead(identity.size, block_size) > self.limit / OVERHEAD_SHARE:
                 raise ReadError(
                     f"an object of {identity.size} bytes is too large for the store",
                     path=urls.shown(identity.url),
@@ -320,6 +326,15 @@ class Store:
             if isinstance(error, FFServeError):
                 raise
             raise _problem(error, self.directory) from error
+
+    def _block_size_of(self, identity: ObjectVersion) -> int:
+        """Return the size of the blocks of an object that is new here."""
+        if not urls.name_of(identity.url).lower().endswith(PARTED):
+            return self.block_size
+        size = SMALL_BLOCK_SIZE
+        while block_count(identity.size, size) > MOST_SMALL_BLOCKS:
+            size *= 2
+        return min(size, self.block_size)
 
     def _open_in(self, name: str, identity: ObjectVersion, first: bool) -> StoredObject | None:
         """Take a step to open an object; return None if another one is needed."""
@@ -359,18 +374,19 @@ class Store:
                     log.warning("store: an object was damaged and is fetched again: %s", error)
                 self._remove(directory)
                 self._add(-counted)
-                if not self._create(directory, text, identity.size, first):
+                if not self._create(directory, text, identity, first):
                     return None
         raise AssertionError("the second attempt returns or raises")
 
-    def _create(self, directory: str, text: str, size: int, first: bool) -> bool:
+    def _create(self, directory: str, text: str, identity: ObjectVersion, first: bool) -> bool:
         """Take a step to make an object; return False if another one is needed. Raises: OSError."""
-        overhead = self._overhead(size, self.block_size)
+        size, block_size = identity.size, self._block_size_of(identity)
+        overhead = self._overhead(size, block_size)
         if self._evict(self.limit - overhead, None, first) is None:
             return False
         self._add(overhead)
         try:
-            create(directory, text, size, self.block_size)
+            create(directory, text, size, block_size)
         except OSError as error:
             self._remove(directory)
             self._add(-overhead)
@@ -413,27 +429,30 @@ class Store:
 
     # ---- room -----------------------------------------------------------------------------
 
-    def reserve(self, stored: StoredObject, block: int, use: float | None) -> bool:
-        """Make room for a block that this thread has claimed; return False if there is none.
+    def reserve(self, stored: StoredObject, block: int, use: float | None, count: int = 1) -> bool:
+        """Make room for neighbouring blocks that this thread has claimed, `block` and those behind
+        it; return False, without any, if there is not enough.
 
-        Args: use: when the block will be used next, in seconds since 1970; None: nobody knows.
+        Args: use: when the blocks will be used next, in seconds since 1970; None: nobody knows.
         """
-        reserved = self._in_steps(lambda first: self._reserve(stored.state, block, use, first))
+        blocks = slice(block, block + count)
+        reserved = self._in_steps(lambda first: self._reserve(stored.state, blocks, use, first))
         return bool(reserved)
 
     def _reserve(
-        self, state: BlockState, block: int, use: float | None, first: bool
+        self, state: BlockState, blocks: slice, use: float | None, first: bool
     ) -> bool | None:
-        if state.words[block] in (RESERVED, UNCHECKED):
-            state.words[block] = RESERVED
+        absent = np.flatnonzero(state.words[blocks] == ABSENT)
+        if not len(absent):
+            state.words[blocks] = RESERVED
             return True
         if not state.is_there:
             return False
-        size = state.held(block)
+        size = sum(state.held(blocks.start + at, count) for at, count in runs(absent))
         found = self._evict(self.limit - size, use, first)
         if found:
             self._add(size)
-            state.words[block] = RESERVED
+            state.words[blocks] = RESERVED
         return found
 
     def give_back(self, stored: StoredObject, block: int) -> None:

@@ -12,7 +12,14 @@ import numpy as np
 from ffserve.disk.files import raise_file_limit
 from ffserve.errors import FFServeError, UsageError
 from ffserve.store import urls
-from ffserve.store.fetching import NOW, Fetcher, OpenObject, identity_of, process_fetcher
+from ffserve.store.fetching import (
+    NOW,
+    Fetcher,
+    OpenObject,
+    identity_of,
+    outcome_of,
+    process_fetcher,
+)
 
 FILES_AT_ONCE = 4
 FILES_SHARE = 8
@@ -79,7 +86,7 @@ def _warm(fetcher: Fetcher, opened: OpenObject) -> Warmed:
     fetched = left = 0
     for block, future in asked.items():
         size = stored.state.end(block) - block * stored.block_size
-        if future.result() is True:
+        if outcome_of(future.result(), block) is True:
             fetched += size
         else:
             left += size

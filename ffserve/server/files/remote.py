@@ -31,7 +31,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from ffserve.config import ServerConfig, format_size
-from ffserve.dtypes import Floats, Int32s, Int64s
+from ffserve.dtypes import Int32s, Int64s, UInt32s
 from ffserve.errors import FFServeError, FormatError, MissingFile, ReadError, UsageError
 from ffserve.formats.base import Admit, ChunkedShard, Shard
 from ffserve.limits import ASKED_AT_ONCE, MOST_ORIGINS, MOST_TAG, MOST_URL
@@ -85,12 +85,12 @@ class RemoteShard:
     objects: dict[Owner, OpenObject]
     firsts: Int32s
     lasts: Int32s
-    worth: Floats = field(init=False)
+    worth: UInt32s = field(init=False)
     proofs: dict[Owner, bytes] = field(default_factory=dict)
     """By user: the digest of the access with which the origin let the user read the object."""
 
     def __post_init__(self) -> None:
-        self.worth = np.zeros(self.stored.count)
+        self.worth = np.zeros(self.stored.count, np.uint32)
 
     def object_for(self, owners: Iterable[Owner]) -> OpenObject:
         """Return the object with the access of the first of these users that has it open. Nobody
