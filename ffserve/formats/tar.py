@@ -139,7 +139,7 @@ class _HeaderScan:
         while True:
             base, large = state.at, state.length >= LARGE_SIZE
             size = min(max(state.wanted, HEADER_SIZE if large else most), self._size - base)
-            most = min(2 * most, PIECE_SIZE)
+            most = HEADER_SIZE if large else min(2 * most, PIECE_SIZE)
             read_exactly(self._read_at, base, scanner.window[:size], self._path)
             while (stop := scanner.feed(base, size)) in (tar.ROWS, tar.LINK):
                 self._note(stop)

@@ -843,8 +843,7 @@ def _in_order(stored: StoredObject, begins: Int64s, ends: Int64s) -> Int64s:
     firsts, spans, places = _spans(*_covered(begins, ends, stored.block_size))
     order = np.argsort(places)
     firsts, spans = firsts[order], spans[order]
-    before = np.cumsum(spans) - spans
-    blocks = np.repeat(firsts - before, spans) + np.arange(int(spans.sum()))
+    blocks, _ = _each(firsts, firsts + spans - 1)
     different, places = np.unique(blocks, return_index=True)
     ordered: Int64s = different[np.argsort(places)]
     return ordered[ordered < stored.count]
@@ -852,7 +851,9 @@ def _in_order(stored: StoredObject, begins: Int64s, ends: Int64s) -> Int64s:
 
 def _covered(begins: Int64s, ends: Int64s, size: int | Int64s) -> tuple[Int64s, Int64s]:
     """Return the first and the last block of extents. Args: size: of blocks."""
-    return begins // size, np.maximum(ends - 1, begins) // size
+    firsts: Int64s = begins // size
+    lasts: Int64s = np.maximum(ends - 1, begins) // size
+    return firsts, lasts
 
 
 def _spans(firsts: Int64s, lasts: Int64s) -> tuple[Int64s, Int64s, Int64s]:
@@ -893,7 +894,7 @@ def _are_there(remote: RemoteShard, own: Int64s) -> NDArray[np.bool_]:
     return there
 
 
-def _each(firsts: Int32s, lasts: Int32s) -> tuple[Int64s, Int64s]:
+def _each(firsts: Int32s | Int64s, lasts: Int32s | Int64s) -> tuple[Int64s, Int64s]:
     """Return all blocks of runs, and where those of each run begin."""
     spans: Int64s = (lasts - firsts + 1).astype(np.int64)
     begins: Int64s = np.cumsum(spans, dtype=np.int64) - spans
