@@ -33,7 +33,7 @@ import numpy as np
 from ffserve.dtypes import Int64s
 from ffserve.engine.codec import crc32c
 from ffserve.errors import FFServeError, MissingFile, ReadError, UsageError
-from ffserve.formats.base import ReadAt
+from ffserve.formats.base import NEAR, ForetoldReadAt
 from ffserve.limits import FETCH_SIZE, MOST_READ_AHEAD, ORIGIN_THREADS
 from ffserve.store import origin, urls
 from ffserve.store.blocks import PRESENT, RESERVED, UNCHECKED, StoredObject, write_at
@@ -64,10 +64,6 @@ LISTED_S = 30.0
 NOW = 0.0
 """The priority of a block that a thread waits for. Other blocks have the time at which they will be
 needed, in seconds since 1970."""
-
-NEAR = 256 << 10
-"""Reads with at most this many bytes between them are in order: what lies between is fetched, too.
-At 100 MB/s the headers of larger members come sooner by requests of their own."""
 
 Outcome: TypeAlias = "bool | bytes"
 """The outcome of fetching a block. True: it is in the store. False: the store has no room for it,
@@ -567,7 +563,7 @@ class Fetcher:
 
     # ---- in order -------------------------------------------------------------------------
 
-    def read_at(self, opened: OpenObject) -> ReadAt:
+    def read_at(self, opened: OpenObject) -> ForetoldReadAt:
         """Return a `ReadAt` over an object, which fetches what is missing, ahead of it as well if
         it is read in order. Raises: FFServeError."""
         near, least = max(NEAR // opened.stored.block_size, 1), self._piece(opened)
@@ -590,7 +586,11 @@ class Fetcher:
                 into[:size] = self.content(opened, offset, offset + size)
             return size
 
-        return read
+        def will_need(offset: int, size: int) -> None:
+            missing = opened.stored.missing(opened.blocks(offset, offset + size))
+            self.ask(opened, missing.tolist(), NOW, None)
+
+        return ForetoldReadAt(read, will_need)
 
     def ask_ahead(self, opened: OpenObject, first: int, asked: int, most: int | None = None) -> int:
         """Ask for `most` blocks from this one on, which a reader in order needs soon.

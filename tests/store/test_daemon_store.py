@@ -726,7 +726,6 @@ def test_one_of_two_fields_costs_its_bytes(
         with serving(**options) as daemon, daemon.open(url, fields=["a"]) as reader:
             for k in order:
                 assert bytes(reader.read([k])[0]) == samples[k]["a"]
-        print(size, origin.total / (size * count), origin.requests)
         assert origin.total <= most * size * count, origin.total / (size * count)
 
 

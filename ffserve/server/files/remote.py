@@ -33,7 +33,7 @@ import numpy as np
 from ffserve.config import ServerConfig, format_size
 from ffserve.dtypes import Int32s, Int64s, UInt32s
 from ffserve.errors import FFServeError, FormatError, MissingFile, ReadError, UsageError
-from ffserve.formats.base import Admit, ChunkedShard, Shard
+from ffserve.formats.base import Admit, ChunkedShard, ForetoldReadAt, Shard
 from ffserve.limits import ASKED_AT_ONCE, MOST_ORIGINS, MOST_TAG, MOST_URL
 from ffserve.protocol import EVERY
 from ffserve.server.users.peers import OWN, Account, Owner, Peer, account_of
@@ -261,7 +261,7 @@ class RemoteFiles:
 
         read = partial(
             parsed,
-            noted,
+            ForetoldReadAt(noted, read_at.will_need),
             opened.stored.size,
             opened.shown,
             format,

@@ -851,8 +851,8 @@ def _in_order(stored: StoredObject, begins: Int64s, ends: Int64s) -> Int64s:
 
 def _covered(begins: Int64s, ends: Int64s, size: int | Int64s) -> tuple[Int64s, Int64s]:
     """Return the first and the last block of extents. Args: size: of blocks."""
-    firsts: Int64s = begins // size
-    lasts: Int64s = np.maximum(ends - 1, begins) // size
+    firsts: Int64s = np.floor_divide(begins, size)
+    lasts: Int64s = np.floor_divide(np.maximum(ends - 1, begins), size)
     return firsts, lasts
 
 
