@@ -127,9 +127,9 @@ class Counted:
         return getattr(self._read_at, "headers", None)
 
     @property
-    def will_need(self) -> Any:
+    def foretold(self) -> Any:
         """See `formats.base.ForetoldReadAt`; None: it cannot be told."""
-        return getattr(self._read_at, "will_need", None)
+        return getattr(self._read_at, "foretold", None)
 
     def next_data(self, offset: int) -> int:
         """See `formats.base.next_data`."""

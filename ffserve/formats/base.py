@@ -58,19 +58,22 @@ class ReadAt(Protocol):
         ...
 
 
-NEAR = 256 << 10
-"""Reads of a remote file with at most this many bytes between them are in order: what lies between
-is fetched, too. At 100 MB/s the headers of larger members come sooner by requests of their own."""
-
-
 class ForetoldReadAt:
     """The same `ReadAt`, of a remote file, which is told what will be read.
 
-    will_need: called with an offset and a size, returns at once.
+    Args:
+        will_need: called with an offset and a size, returns at once.
+        near: reads with at most this many bytes between them are in order: what lies between is
+            fetched, too.
     """
 
-    def __init__(self, read_at: ReadAt, will_need: Callable[[int, int], object]) -> None:
-        self._read_at, self.will_need = read_at, will_need
+    def __init__(self, read_at: ReadAt, will_need: Callable[[int, int], object], near: int) -> None:
+        self._read_at, self.will_need, self.near = read_at, will_need, near
+
+    @property
+    def foretold(self) -> ForetoldReadAt:
+        """Itself, also behind others that read by it."""
+        return self
 
     def __call__(self, offset: int, into: memoryview, /) -> int:
         """Read; see `ReadAt`."""

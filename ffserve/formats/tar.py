@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import struct
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -39,10 +39,10 @@ from ffserve.formats import members
 from ffserve.formats.base import (
     CHECKSUM_NONE,
     HEAD_SIZE,
-    NEAR,
     PIECE_SIZE,
     Admit,
     Encoder,
+    ForetoldReadAt,
     ReadAt,
     TableShard,
     read_exactly,
@@ -57,8 +57,8 @@ LARGE_SIZE = 64 << 10
 HEADER_SIZE = 2048
 """Then it reads this many bytes for each: an extended header and its text come with it."""
 FAR_COUNT = 4
-"""After so many members with more than NEAR bytes, the next headers of a remote file are fetched
-ahead."""
+"""After so many members that are far from each other (`ForetoldReadAt`), the next headers of a
+remote file are fetched ahead."""
 PARTS, PART_COUNT, SEARCHED = 16, 128, 64 << 10
 """A remote file is divided into at most PARTS parts, of PART_COUNT members at least since half a
 member is fetched in vain to find the first header of each, by so many bytes at a time."""
@@ -143,12 +143,13 @@ class _HeaderScan:
         """Scan the file."""
         scanner, state, most = self._scanner, self._scanner.state, 64 << 10
         headers, far = getattr(self._read_at, "headers", None), 0
+        foretold: ForetoldReadAt | None = getattr(self._read_at, "foretold", None)
         while True:
             base, large = state.at, state.length >= LARGE_SIZE
-            far += state.length > NEAR
-            if far == FAR_COUNT:
+            if foretold is not None and state.length > foretold.near:
                 far += 1
-                self._read_ahead(base, state.length)
+                if far == FAR_COUNT:
+                    self._read_ahead(base, state.length, foretold.will_need)
             size = min(max(state.wanted, HEADER_SIZE if large else most), self._size - base)
             most = HEADER_SIZE if large else min(2 * most, PIECE_SIZE)
             read_exactly(self._read_at, base, scanner.window[:size], self._path)
@@ -162,19 +163,16 @@ class _HeaderScan:
             if stop == tar.FAULT:
                 raise self._fault()
 
-    def _read_ahead(self, begin: int, length: int) -> None:
+    def _read_ahead(self, begin: int, length: int, will_need: Callable[[int, int], object]) -> None:
         """Have the headers of a remote file come from `begin` on, those of different parts at the
         same time. Each part is followed from a header that is found near its begin. What is taken
         for a header here, and is none, costs a request.
 
         Args: length: of a member.
         """
-        will_need = getattr(self._read_at, "will_need", None)
         size = max((self._size - begin) // PARTS, PART_COUNT * length)
         size += -size % BLOCK_SIZE
         begins = range(begin + size, self._size - size // 2, size)
-        if will_need is None or not begins:
-            return
         found, looking = [begin], dict(zip(begins, begins, strict=True))
         while looking:
             for at in looking.values():

@@ -33,7 +33,7 @@ import numpy as np
 from ffserve.dtypes import Int64s
 from ffserve.engine.codec import crc32c
 from ffserve.errors import FFServeError, MissingFile, ReadError, UsageError
-from ffserve.formats.base import NEAR, ForetoldReadAt
+from ffserve.formats.base import ForetoldReadAt
 from ffserve.limits import FETCH_SIZE, MOST_READ_AHEAD, ORIGIN_THREADS
 from ffserve.store import origin, urls
 from ffserve.store.blocks import PRESENT, RESERVED, UNCHECKED, StoredObject, write_at
@@ -61,6 +61,9 @@ MOST_ALIKE = 256
 """An object of which the origin has sent this many damaged blocks twice alike is damaged there."""
 LISTED_S = 30.0
 """A listing counts as the present state of an object for this long."""
+NEAR = 256 << 10
+"""Bytes between reads that are fetched, too, where only parts of an object are read. At 100 MB/s
+the headers of larger members come sooner by requests of their own."""
 NOW = 0.0
 """The priority of a block that a thread waits for. Other blocks have the time at which they will be
 needed, in seconds since 1970."""
@@ -272,16 +275,23 @@ class Threads:
 class OpenObject:
     """An object of the store together with its origin. Made by `Fetcher.open`.
 
-    pool: whose threads fetch it, and who shares what is known of the origin.
+    pool: whose threads fetch it, and who shares what is known of the origin. parts: only parts of
+    it are read, so bytes between these are worth requests.
     """
 
     def __init__(
-        self, stored: StoredObject, identity: ObjectVersion, access: Access | None, pool: str
+        self,
+        stored: StoredObject,
+        identity: ObjectVersion,
+        access: Access | None,
+        pool: str,
+        *,
+        parts: bool,
     ) -> None:
         self.stored, self.identity, self.access = stored, identity, access
         self.remote = RemoteFile(identity, access)
         self.shown = urls.shown(identity.url)
-        self.pool = pool
+        self.pool, self.parts = pool, parts
 
     def blocks(self, start: int, end: int) -> Int64s:
         """Return the blocks of an extent."""
@@ -338,16 +348,18 @@ class Fetcher:
         domain: str = "",
         access: Access | None = None,
         pool: str | None = None,
+        parts: bool = False,
     ) -> OpenObject:
         """Open an object, without asking its origin.
 
         Args:
             domain: as of `Store.open`. access: with what the origin is reached; None: with what
-                this process has. pool: see `OpenObject`; None: that of the origin.
+                this process has. pool, parts: see `OpenObject`; None: that of the origin.
         Raises: as `Store.open`.
         """
         name = urls.origin_of(identity.url) if pool is None else pool
-        return OpenObject(self.store.open(identity, domain), identity, access, name)
+        stored = self.store.open(identity, domain, parts=parts)
+        return OpenObject(stored, identity, access, name, parts=parts)
 
     def breaker(self, pool: str) -> Breaker:
         """Return what is known of the origin of a pool."""
@@ -566,7 +578,8 @@ class Fetcher:
     def read_at(self, opened: OpenObject) -> ForetoldReadAt:
         """Return a `ReadAt` over an object, which fetches what is missing, ahead of it as well if
         it is read in order. Raises: FFServeError."""
-        near, least = max(NEAR // opened.stored.block_size, 1), self._piece(opened)
+        near_size = min(NEAR, self.store.block_size) if opened.parts else self.store.block_size
+        near, least = max(near_size // opened.stored.block_size, 1), self._piece(opened)
         # The first read is not one in order, also if it is of the first block.
         last, run, asked = -near - 1, 0, 0
 
@@ -590,7 +603,7 @@ class Fetcher:
             missing = opened.stored.missing(opened.blocks(offset, offset + size))
             self.ask(opened, missing.tolist(), NOW, None)
 
-        return ForetoldReadAt(read, will_need)
+        return ForetoldReadAt(read, will_need, near_size)
 
     def ask_ahead(self, opened: OpenObject, first: int, asked: int, most: int | None = None) -> int:
         """Ask for `most` blocks from this one on, which a reader in order needs soon.

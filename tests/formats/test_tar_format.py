@@ -463,7 +463,9 @@ def test_headers_of_a_remote_archive_come_many_at_a_time(
         file.write(bytes(10240))
     size, file_of = path.stat().st_size, FarFile(path)
     try:
-        shard = FORMAT.open(ForetoldReadAt(file_of.read_at, file_of.will_need), size, "a.tar")
+        shard = FORMAT.open(
+            ForetoldReadAt(file_of.read_at, file_of.will_need, 1 << 18), size, "a.tar"
+        )
         with open(path, "rb") as local:
             expected = FORMAT.open(read_at_of(local.fileno(), "a.tar"), size, "a.tar")
         assert rows(shard) == rows(expected) and len(rows(shard)) == count * len(sizes)

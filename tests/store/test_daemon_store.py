@@ -730,19 +730,17 @@ def test_one_of_two_fields_costs_its_bytes(
 
 
 def test_objects_with_blocks_of_another_size_are_read_on(
-    origin: HttpOrigin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    origin: HttpOrigin, tmp_path: Path
 ) -> None:
-    """A tar file that an earlier version has begun to fetch has large blocks."""
+    """A tar file that was first read as a whole has large blocks."""
     samples = [{"a": b"%06d" % k * 10_000, "b": b"b" * 300_000} for k in range(20)]
     content = archive(samples)
     urls = [origin.put(name, content) for name in ("old.tar", "new.tar")]
     store = Store(str(tmp_path / "store"), 1 << 30)
     fetcher = Fetcher(store)
-    with monkeypatch.context() as patch:
-        patch.setattr(directory, "PARTED", ())
-        old = fetcher.open(identity_of(urls[0]))
+    old = fetcher.open(identity_of(urls[0]))
     fetcher.content(old, 600_000, 700_000)
-    new = fetcher.open(identity_of(urls[1]))
+    new = fetcher.open(identity_of(urls[1]), parts=True)
     sizes = old.stored.block_size, new.stored.block_size
     assert sizes == (directory.BLOCK_SIZE, directory.SMALL_BLOCK_SIZE)
     fetcher.close(old)

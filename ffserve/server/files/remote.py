@@ -60,7 +60,8 @@ class WantedFile(NamedTuple):
     """A remote file of an OPEN.
 
     owner: of the domain that it belongs to. name: of the domain in the store. place: see
-    `Access.place`. file: what the shard is identified by, instead of what stat(2) says.
+    `Access.place`. file: what the shard is identified by, instead of what stat(2) says. parts: see
+    `OpenObject`.
     """
 
     position: int
@@ -70,6 +71,7 @@ class WantedFile(NamedTuple):
     name: str
     place: str
     file: tuple[int, int, int, int, int]
+    parts: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -157,7 +159,7 @@ class RemoteFiles:
         return served(url) or (self.own and peer.is_self)
 
     def wanted(
-        self, position: int, identity: ObjectVersion, access: Access, peer: Peer
+        self, position: int, identity: ObjectVersion, access: Access, peer: Peer, *, parts: bool
     ) -> WantedFile:
         """Return a remote file with its owner and its name in the store."""
         place = access.place(identity.url)
@@ -169,7 +171,7 @@ class RemoteFiles:
         digest = hashlib.blake2b(seed, digest_size=24).digest()
         inode, mtime, ctime = (int.from_bytes(digest[k : k + 8], "little") >> 1 for k in (0, 8, 16))
         file = self._device, inode, identity.size, mtime, ctime
-        return WantedFile(position, identity, access, owner, name, place, file)
+        return WantedFile(position, identity, access, owner, name, place, file, parts)
 
     def access_for(self, peer: Peer, access: Access, some: Sequence[str]) -> Access:
         """Return the access with which URLs are read for a peer. If its user has passed the same
@@ -261,7 +263,7 @@ class RemoteFiles:
 
         read = partial(
             parsed,
-            ForetoldReadAt(noted, read_at.will_need),
+            ForetoldReadAt(noted, read_at.will_need, read_at.near),
             opened.stored.size,
             opened.shown,
             format,
@@ -308,7 +310,9 @@ class RemoteFiles:
                 )
             pools[pool] += 1
         try:
-            opened = self.fetcher.open(one.identity, domain=one.name, access=one.access, pool=pool)
+            opened = self.fetcher.open(
+                one.identity, domain=one.name, access=one.access, pool=pool, parts=one.parts
+            )
         except BaseException:
             self._leave(account, pool)
             raise
