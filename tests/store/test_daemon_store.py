@@ -729,6 +729,14 @@ def test_one_of_two_fields_costs_its_bytes(
         assert origin.total <= most * size * count, origin.total / (size * count)
 
 
+def test_small_neighbours_count_as_the_block_that_they_would_be() -> None:
+    firsts, lasts = np.array([0, 100, 32, 0]), np.array([31, 131, 32, 31])
+    assert fetches._reach(firsts, lasts, np.array([16, 1, 16, 16])) == (4, 2 + 32 + 1)
+    firsts = np.arange(0, 20_000, 20)
+    rows, size = fetches._reach(firsts, firsts + 15, np.full(1000, 16))
+    assert rows == size == limits.GATE_BLOCKS
+
+
 def test_objects_with_blocks_of_another_size_are_read_on(
     origin: HttpOrigin, tmp_path: Path
 ) -> None:

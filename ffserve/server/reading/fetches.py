@@ -798,7 +798,9 @@ class Fetches:
                 continue
             opened, refused = remote.object_for(owners), self._refused
             new = [b for b in wanted[:most] if not self._fetcher.is_asked(opened, b)]
-            if new and self._fetcher.queued_count(opened) >= MOST_QUEUED:
+            small = stored.block_size < store.block_size
+            most_queued = MOST_QUEUED // 4 if small else MOST_QUEUED
+            if new and self._fetcher.queued_count(opened) >= most_queued:
                 break
             asked = self._fetcher.ask(opened, new, due, due)
             for future, some in by_future(asked).items():
