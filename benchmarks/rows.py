@@ -40,7 +40,7 @@ from benchmarks.harness.measuring import (
     ratio,
 )
 from benchmarks.harness.peers import BY_NAME, Peer
-from benchmarks.subjects import engine, peer_rows, store, view
+from benchmarks.subjects import engine, nodes, peer_rows, remote_opening, store, view
 from benchmarks.subjects.local import Local
 from ffserve.bench.samples import MIB, BenchmarkData, generated
 from ffserve.formats import NAMES, by_name
@@ -107,6 +107,8 @@ def groups(
         found += _crowd(bench, data(sample_size, COLD_SIZE))
     found += view.groups(bench, data(LARGE, HOT_SIZE), data(100, TOKENS_SIZE), note)
     found += store.groups(bench, (SMALL, LARGE), scale, bool(peers), note)
+    found += nodes.groups(bench, LARGE, scale, note)
+    found.append(remote_opening.group(bench, max(int(MANY_FILES * scale), 10), note))
     found += _opening(bench, many_samples(bench.folder, max(int(10_000_000 * scale), 1000), 100))
     small, large = (
         peer_rows.numbered(bench.folder, size, max(int(HOT_SIZE * scale), 64 * size))

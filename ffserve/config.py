@@ -321,6 +321,19 @@ def _parse_origins(value: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
+def parse_cache(value: Any) -> str:
+    """Return the address of a cache network; "" for none. Raises: UsageError."""
+    if value == "" or (isinstance(value, str) and _CACHE.fullmatch(value) is not None):
+        return str(value)
+    raise UsageError(
+        f"invalid address of a cache {value!r}",
+        hint="write http://HOST:PORT, https://HOST:PORT or unix:/PATH",
+    )
+
+
+_CACHE = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}|unix:/[^\0]{1,100}")
+
+
 def _parse_rate(value: Any) -> int:
     rate = parse_size(value)
     if rate and not 1 << 10 <= rate <= 1 << 40:
@@ -614,6 +627,53 @@ class ServerConfig:
             "With what remote files are read: 'passed' (what each client passes, and nothing of "
             "the daemon's own) or 'own' (all that the daemon's process has: environment, files, "
             "tickets; for clients of its own user, who alone get remote files then).",
+        ),
+    )
+    store_cache: str = field(
+        default="",
+        metadata=_documented(
+            "store.cache",
+            "--store-cache",
+            "ADDRESS",
+            "none",
+            parse_cache,
+            "Cache that several nodes share: 'http://HOST:PORT', 'https://HOST:PORT' or "
+            "'unix:/PATH' of an HTTP proxy that keeps objects. Blocks are asked of it, and of the "
+            "origin when it fails.",
+        ),
+    )
+    store_cache_certificate: str = field(
+        default="",
+        metadata=_documented(
+            "store.cache_certificate",
+            "--store-cache-certificate",
+            "PATH",
+            "none",
+            _parse_store,
+            "Certificate of the daemon for a cache by https, in PEM.",
+        ),
+    )
+    store_cache_key: str = field(
+        default="",
+        metadata=_documented(
+            "store.cache_key",
+            "--store-cache-key",
+            "PATH",
+            "none",
+            _parse_store,
+            "Its private key; empty: it is in the same file.",
+        ),
+    )
+    store_cache_ca: str = field(
+        default="",
+        metadata=_documented(
+            "store.cache_ca",
+            "--store-cache-ca",
+            "PATH",
+            "none",
+            _parse_store,
+            "Certificates of the authorities that sign the cache's certificate; empty: those of "
+            "the system.",
         ),
     )
 

@@ -47,8 +47,8 @@ shards, and an OPEN that finds no descriptor closes idle shards or fails with a 
 
 **Threads.** For each user USER_OPENINGS that open files (ASKED_AT_ONCE each for remote files),
 MOST_SCANS of them for damaged files, CLOSING_THREADS, one that explains damaged samples, one that
-reads samples a second time, one that copies prepared samples, and ORIGIN_THREADS for each of
-MOST_ORIGINS. For all users, BLOCK_THREADS.
+reads samples a second time, one that copies prepared samples, and for each of MOST_ORIGINS
+ORIGIN_THREADS, and one that tries a cache network that has failed. For all users, BLOCK_THREADS.
 
 **Disk.** The store takes at most `store.limit`. Of that, the state of one object has at most 1 part
 in OVERHEAD_SHARE, and an announced order fetches at most MOST_FETCHED_AHEAD before it is used.
@@ -142,9 +142,12 @@ FETCH_SIZE = 4 << 20
 """Bytes of one request to an origin; each costs milliseconds of CPU and a round trip."""
 MOST_ACCESS = 64 << 10
 """Characters of the credentials that a client passes with an OPEN; longer ones are refused."""
+OPENED_AT_ONCE = 64
+"""A process that reads remote files without a daemon opens this many at the same time. Over 20 ms
+latency that takes 1 ms for each, which is the CPU that a file costs."""
 MOST_LISTED, MOST_PAGE_SIZE = 1 << 22, 256 << 20
-"""Files in one listing of an origin, which take 1 KB of memory each, and bytes of a page that lists
-them; a longer listing, which may have no end, fails."""
+"""Files in one listing of an origin, of which those that are wanted take half a KB of memory each,
+and bytes of a page that lists them; a longer listing, which may have no end, fails."""
 GATE_BLOCKS, POOL_BLOCKS = 256, 1024
 """Blocks that a request waits for at a time (beyond, it is answered in part), and all requests of a
 user at one origin; further ones wait before they ask. A block takes 3 KB until it comes, as do
@@ -193,7 +196,7 @@ closed."""
 OWN_SIZE = 32 << 20
 """Memory of a daemon beside its arena when it starts, with a margin. Tables of samples and orders
 come on top (docs/CONFIGURATION.md)."""
-BOUNCES_KEPT = 48 << 20
+BOUNCES_KEPT = 64 << 20
 """Bytes of buffers that engines keep for further reads (FFS_BOUNCES_KEPT in
 engine/reading/backend.h)."""
 ORDERS_SHARE, LEAST_ORDERS_SIZE = 4, 1 << 30

@@ -797,7 +797,7 @@ class Reader(BaseReader, Sequence[Bytes]):
 
         Args: verify: read the whole sample at once and compare its checksum.
         Returns: the file. Its `verified` says whether all bytes that were read so far are of a
-            sample whose checksum was compared. A read of little reads 256 KiB.
+            sample whose checksum was compared. A read of little reads 512 KiB.
         Raises: SampleIndexError; with `verify` as `read`. Reads raise as `read_ranges`.
         """
         return SampleFile(self, index, verify=verify)

@@ -1,6 +1,7 @@
 """Write record files: ``create`` writes a new file, ``Appender`` extends a RecordIO file.
 
-A new file takes its name only when it is completely written and synced; see ``output.py``.
+A new file takes its name only when it is completely written and synced; see ``output.py``, and for
+URLs ``store.public.OutputObject``.
 
 FFRecord puts tables in front of the samples, and their size depends on the number of samples. If
 that number is not given, the samples first go to a spool (a second, nameless file) and ``close``
@@ -23,7 +24,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,10 @@ from ffserve.disk.output import OutputFile, write_error, writing
 from ffserve.errors import FFServeError, ReadError, UsageError
 from ffserve.formats.base import BatchEncoder, Encoder, FieldEncoder, Format, GrowingEncoder
 from ffserve.formats.recordio import FORMAT as RECORDIO
+from ffserve.store.urls import is_url, local_path, shown
+
+if TYPE_CHECKING:
+    from ffserve.store.public import OutputObject
 
 BUFFER_SIZE = 4 << 20
 """Pieces smaller than this are collected into writes of this size."""
@@ -55,8 +60,9 @@ def create(
     """Create a record file and return its writer.
 
     Args:
-        path: the file. Its suffix decides the format unless ``format`` is given. An existing file
-            stays unchanged until ``close`` replaces it.
+        path: the file, or the URL of one at an origin, which ``close`` sends there. Its suffix
+            decides the format unless ``format`` is given. An existing file stays unchanged until
+            ``close`` replaces it.
         format: ``"ffrecord"``, ``"recordio"``, ``"tfrecord"`` or ``"tar"``.
         n: number of samples, if known. ``close`` then requires exactly ``n`` samples, and FFRecord
             needs no spool file.
@@ -71,6 +77,7 @@ def create(
     Cost:    creates one temporary file.
     """
     name = os.fsdecode(path)
+    name = local_path(name) or name
     chosen = format_of(name, format)
     if compression is None and chosen.name == "tfrecord":
         endings = {".gz": "gzip", ".zlib": "zlib"}
@@ -109,7 +116,7 @@ class Writer:
     """
 
     def __init__(self, path: str, encoder: Encoder, n: int | None) -> None:
-        self.path = path
+        self.path = shown(path)
         self.n = n
         self._encoder = encoder
         self._growing = encoder if isinstance(encoder, GrowingEncoder) else None
@@ -117,8 +124,8 @@ class Writer:
         self._state = "open"
         self._failure: FFServeError | None = None
         self._lock = threading.Lock()
-        with writing(path):
-            files = self._files = OutputFile(path)
+        with writing(self.path):
+            files = self._files = _output(path)
         self._dropped = weakref.finalize(self, files.discard)
         self._spooled = n is None and encoder.head_size(1) != encoder.head_size(0)
         if self._spooled:
@@ -369,6 +376,15 @@ class Writer:
             )
 
 
+def _output(path: str) -> OutputFile | OutputObject:
+    """Return the temporary file of a file, or of one at an origin."""
+    if not is_url(path):
+        return OutputFile(path)
+    from ffserve.store.public import OutputObject
+
+    return OutputObject(path)
+
+
 def flat(buffer: Any) -> memoryview:
     """Return the bytes of a buffer in C order, copied only if necessary.
 
@@ -415,6 +431,12 @@ class Appender:
         compression: str | None = None,
         max_chunk_size: int | None = None,
     ) -> None:
+        if is_url(path):
+            raise UsageError(
+                "cannot append to a file at an origin",
+                path=shown(path),
+                hint="write its records to a new file with ffserve.create",
+            )
         self.path = path
         self._pid = os.getpid()
         self._lock = threading.Lock()

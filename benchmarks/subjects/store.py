@@ -161,11 +161,11 @@ def origin(folder: str, read: str) -> Iterator[Origin]:
 
 
 @contextlib.contextmanager
-def static_origin(folder: str, *, is_long: bool) -> Iterator[Origin]:
-    """Serve the same by nginx. Args: is_long: over a link of `LONG_RATE` and `LONG_MS`."""
-    limit = "tbf", "rate", f"{8 * LONG_RATE}bit", "burst", "1mb", "latency", "100ms"
+def static_origin(folder: str, rate: int = 0, delay_ms: int = 0) -> Iterator[Origin]:
+    """Serve the same by nginx. Args: rate, delay_ms: of the link; 0: it has no limit, no delay."""
+    limit = "tbf", "rate", f"{8 * rate}bit", "burst", f"{rate // 200}b", "latency", "100ms"
     with contextlib.ExitStack() as stack:
-        inside, host, counter = stack.enter_context(_link(*(limit if is_long else ())))
+        inside, host, counter = stack.enter_context(_link(*(limit if rate else ())))
         place = stack.enter_context(tempfile.TemporaryDirectory())
         config = Path(place) / "nginx.conf"
         config.write_text(
@@ -177,8 +177,8 @@ def static_origin(folder: str, *, is_long: bool) -> Iterator[Origin]:
         command = [*inside, "nginx", "-e", os.devnull, "-c", str(config)]
         ready = ["curl", "-sfI", f"{served.endpoint}/{BUCKET}/small.ffr"]
         stack.enter_context(_running(command, ready))
-        if is_long:  # not every kernel has `netem`
-            relay = stack.enter_context(relayed((host, PORT), LONG_MS / 1e3))
+        if delay_ms:  # not every kernel has `netem`
+            relay = stack.enter_context(relayed((host, PORT), delay_ms / 1e3))
             served = replace(served, endpoint=f"http://127.0.0.1:{relay.port}")
         yield served
 
@@ -464,18 +464,16 @@ def groups(
 
 def _run(
     bench: Bench, data: BenchmarkData, function: str, *, limit: int,
-    is_long: bool | None = None, **case: Any,
+    link: tuple[int, int] | None = None, **case: Any,
 ) -> Result:  # fmt: skip
     """Run a contestant with an origin, a directory and, for ffserve, a daemon that are all new.
 
-    Args: is_long: of `static_origin`; None: the origin is `origin`.
+    Args: link: rate and delay of `static_origin`; None: the origin is `origin`.
     """
     with contextlib.ExitStack() as stack:
         read = os.path.basename(case.get("remote", os.path.dirname(data.paths[0])))
         folder = os.path.join(bench.folder, "origin")
-        running = (
-            origin(folder, read) if is_long is None else static_origin(folder, is_long=is_long)
-        )
+        running = origin(folder, read) if link is None else static_origin(folder, *link)
         served = stack.enter_context(running)
         # A peer's processes may write for a moment after its run.
         directory = tempfile.TemporaryDirectory(
@@ -492,7 +490,7 @@ def _run(
                 str(max(limit, MIN_STORE_SIZE)),
             )
             case["daemon"] = stack.enter_context(bench.daemon(data, data.size // 2, options))
-        elif function == "download" and is_long:
+        elif function == "download" and link:
             some = [url.replace("s3:/", served.endpoint) for url in case["urls"]]
             case["to"] = f"{place}/copy"
             into = "--create-dirs", "--output-dir", case["to"], "--remote-name-all"
@@ -530,7 +528,7 @@ def _request(bench: Bench, data: BenchmarkData, size: int, count: int) -> Group:
     small = size < 64 << 10
 
     def run(function: str) -> Callable[[], Result]:
-        return lambda: _run(bench, data, function, limit=0, is_long=False, size=size, count=count)
+        return lambda: _run(bench, data, function, limit=0, link=(0, 0), size=size, count=count)
 
     rows = (
         Row(f"{prefix}/cpu", f"ffserve, CPU of a range of {shown} / that of s3fs",
@@ -557,7 +555,7 @@ def _of(name: str) -> Callable[[Result, Result | None], float]:
 
 def _long(bench: Bench, data: BenchmarkData) -> Group:
     def run(function: str) -> Callable[[], Result]:
-        return lambda: _run(bench, data, function, limit=4 * data.size, is_long=True)
+        return lambda: _run(bench, data, function, limit=4 * data.size, link=(LONG_RATE, LONG_MS))
 
     rows = (
         Row("store/long/first", "ffserve, first epoch", _rate, limit=0.9),

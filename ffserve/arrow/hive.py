@@ -86,9 +86,14 @@ def local_path(path: str) -> str:
         raise UsageError(
             f"the file system {found[1]!r} is not supported",
             path=path,
-            hint="use a path that all machines have mounted; URLs (SCHEME://…) can be read only",
+            hint="use a path that all machines have mounted, or a URL (SCHEME://…)",
         )
     return local
+
+
+def output_path(path: str) -> str:
+    """Return the absolute path, or the URL, of an output directory. Raises: as `local_path`."""
+    return path.rstrip("/") if is_url(path) else os.path.abspath(local_path(path))
 
 
 def find_files(paths: Iterable[str], base: str | None = None) -> list[DataFile]:

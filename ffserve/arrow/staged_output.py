@@ -12,6 +12,10 @@ examined: it is left alone, and refused if it was interrupted within its commit.
 
 Tasks create no directory above their own: when an aborted job has removed its directory, a task
 that still runs fails and cannot bring it back.
+
+At an origin (`RemoteJob`) a file is complete or absent, and an object store has no rename. A commit
+there copies the new files to their places, and deletes what they replace when all are there. Before
+that it is undone as above; after it the next job of the directory completes it.
 """
 
 from __future__ import annotations
@@ -28,9 +32,12 @@ from typing import Any, Literal
 
 from ffserve.disk.output import sync_directory, writing
 from ffserve.errors import ReadError, UsageError
+from ffserve.store.public import RemoteDirectory, is_url, shown
 
 TEMPORARY, SUCCESS = "_temporary", "_SUCCESS"
 _OWNER, _PLAN, _OLD = "owner.json", "commit.json", "old"
+_WHOLE = "whole"
+"""Of the plan of a commit at an origin: all new files are in their places."""
 
 Mode = Literal["error", "append", "overwrite", "dynamic"]
 """The treatment of existing files: "error" refuses them; "overwrite" replaces all of them,
@@ -63,7 +70,7 @@ class Attempt:
         self._made = {""}
 
     def path(self, directory: str, name: str) -> str:
-        """Return where to write a file of the output."""
+        """Return the path or URL at which to write a file of the output."""
         self._make(directory)
         return os.path.join(self._root, directory, name)
 
@@ -114,7 +121,8 @@ class OutputJob:
             job._check_empty()
             new = _make(os.path.join(target, TEMPORARY), f".{name}")
             for other in os.listdir(os.path.dirname(job.root)):
-                _recover(cls(target, other, "append", False))
+                if not other.startswith("."):  # it is being made
+                    cls(target, other, "append", False)._recover()
             # The directory appears together with the file of its owner.
             _write(os.path.join(new, _OWNER), json.dumps(_identity(pid)))
             os.rename(new, job.root)
@@ -144,7 +152,7 @@ class OutputJob:
                 sync_directory(self.target)
                 os.unlink(os.path.join(self.root, _PLAN))
         except BaseException:
-            _undo(self)
+            self._undo()
             raise
         self.discard()
 
@@ -180,19 +188,177 @@ class OutputJob:
         return found
 
     def _check_empty(self) -> None:
-        if self.mode == "error" and os.path.isdir(self.target) and _entries(self.target):
+        if self.mode == "error" and self._entries():
+            where = shown(self.target)
             raise UsageError(
-                "the output directory is not empty", path=self.target, hint="use another mode"
+                "the output directory is not empty", path=where, hint="use another mode"
             )
+
+    def _entries(self) -> list[str]:
+        return _entries(self.target) if os.path.isdir(self.target) else []
+
+    def _recover(self) -> None:
+        """Undo and remove this job if its owner is dead."""
+        try:
+            owner = json.loads(self._read(_OWNER) or "null")
+        except ValueError:
+            owner = None
+        interrupted = self._read(_PLAN) is not None
+        alive = _is_alive(owner) if owner else False
+        if alive is None and interrupted:
+            raise ReadError(
+                f"a job of the machine {owner['host']!r} was interrupted while it moved its files "
+                "here",
+                path=shown(self.root),
+                hint=f"if that job no longer runs, remove its {_OWNER}: the next write then undoes "
+                "it",
+            )
+        if alive is False:
+            if interrupted:
+                self._undo()
+            self._remove()
+
+    def _read(self, name: str) -> str | None:
+        """Return the text of a file of the job; None if there is none."""
+        try:
+            with open(os.path.join(self.root, name), encoding="utf-8") as file:
+                return file.read()
+        except (OSError, ValueError):
+            return None
+
+    def _undo(self) -> None:
+        """Undo the moves of a commit, as far as they were done."""
+        _undo(self)
+
+    def _remove(self) -> None:
+        """Remove what is staged."""
+        shutil.rmtree(self.root, ignore_errors=True)
 
     def discard(self) -> None:
         """Remove what is staged, and the output directory if the job made it and it is empty."""
-        shutil.rmtree(self.root, ignore_errors=True)
+        self._remove()
         with contextlib.suppress(OSError):
             os.rmdir(os.path.dirname(self.root))
         if self.created:
             with contextlib.suppress(OSError):
                 os.rmdir(self.target)
+
+
+class RemoteJob(OutputJob):
+    """A write of a directory at an origin."""
+
+    @property
+    def _places(self) -> RemoteDirectory:
+        return RemoteDirectory(self.target)
+
+    @classmethod
+    def begin(cls, target: str, mode: Mode, *, pid: int, id: str | None = None) -> RemoteJob:
+        """Create the job's own directory, and undo or complete what dead jobs left; see above."""
+        job = cls(target, id or uuid.uuid4().hex, mode, False)
+        job._check_empty()
+        for other in job._places.entries(TEMPORARY):
+            cls(target, other, "append", False)._recover()
+        job._places.write(job._staged(_OWNER), json.dumps(_identity(pid)).encode())
+        return job
+
+    def _staged(self, *names: str) -> str:
+        """Return a place in the staging directory, relative to the target."""
+        return "/".join((TEMPORARY, self.id, *names))
+
+    def attempt(self) -> Attempt:
+        """Return a staging directory for one attempt of a task."""
+        if self._read(_OWNER) is None:
+            raise ReadError("the job that this task belongs to has ended", path=shown(self.root))
+        return RemoteAttempt(self.root)
+
+    def commit(self, files: Sequence[StagedFile]) -> None:
+        """Copy the files of successful attempts to their places, delete what they replace, and
+        write ``_SUCCESS``.
+
+        Raises: FFServeError: nothing has changed and the job can be aborted; or what is replaced
+            could not be deleted, which the next job of the directory does.
+        """
+        self._check_empty()
+        plan = {"new": [file.place for file in files], "old": self._replaced(files)}
+        self._places.write(self._staged(_PLAN), json.dumps(plan).encode())
+        try:
+            self._places.move(
+                {self._staged(each.attempt, each.place): each.place for each in files}
+            )
+            plan[_WHOLE] = []
+            self._places.write(self._staged(_PLAN), json.dumps(plan).encode())
+        except BaseException:
+            self._undo()
+            raise
+        self._complete(plan)
+        self._remove()
+
+    def _complete(self, plan: dict[str, list[str]]) -> None:
+        self._places.delete(plan["old"])
+        self._places.write(SUCCESS, b"")
+
+    def _replaced(self, files: Iterable[StagedFile]) -> list[str]:
+        found = self._places.files("") if self.mode in ("overwrite", "dynamic") else []
+        if self.mode == "dynamic":
+            directories = {file.directory for file in files}
+            found = [name for name in found if os.path.dirname(name) in directories]
+        # An object that stands for a directory stays.
+        return [n for n in found if not n.startswith(f"{TEMPORARY}/") and not f"/{n}".endswith("/")]
+
+    def _entries(self) -> list[str]:
+        return [name for name in self._places.entries("") if name != TEMPORARY]
+
+    def _read(self, name: str) -> str | None:
+        content = self._places.read(self._staged(name))
+        return None if content is None else content.decode()
+
+    def _plan(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = json.loads(self._read(_PLAN) or "{}")
+        return found
+
+    def _recover(self) -> None:
+        if _WHOLE in (plan := self._plan()):
+            self._complete(plan)
+            self._remove()
+        else:
+            super()._recover()
+
+    def _undo(self) -> None:
+        self._places.delete(self._plan().get("new", ()))
+
+    def _remove(self) -> None:
+        self._places.remove(self._staged())
+        self._places.prune(TEMPORARY)
+
+    def discard(self) -> None:
+        """Remove what is staged, unless a commit is to be completed."""
+        if _WHOLE not in self._plan():
+            self._remove()
+
+
+class RemoteAttempt(Attempt):
+    """The staging directory of one attempt at an origin, where a file needs no directory."""
+
+    def __init__(self, root: str) -> None:
+        self.name = uuid.uuid4().hex
+        self._root = f"{root}/{self.name}"
+
+    def _make(self, directory: str) -> None:
+        pass
+
+    def discard(self) -> None:
+        """Remove everything."""
+        RemoteDirectory(self._root).remove("")
+
+
+def job_of(target: str) -> type[OutputJob]:
+    """Return the kind of job that writes a directory or URL."""
+    return RemoteJob if is_url(target) else OutputJob
+
+
+def exists(target: str) -> bool:
+    """Whether an output directory exists. Raises: FFServeError."""
+    return RemoteDirectory(target).exists() if is_url(target) else os.path.lexists(target)
 
 
 def _make(parent: str, name: str) -> str:
@@ -244,29 +410,6 @@ def _undo(job: OutputJob) -> None:
             os.replace(os.path.join(folder, name), os.path.join(place, name))
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(job.root, _PLAN))
-
-
-def _recover(job: OutputJob) -> None:
-    """Undo and remove another job of the directory if its owner is dead."""
-    if os.path.basename(job.root).startswith("."):  # it is being made
-        return
-    try:
-        with open(os.path.join(job.root, _OWNER), encoding="utf-8") as file:
-            owner = json.load(file)
-    except (OSError, ValueError):
-        owner = None
-    interrupted = os.path.exists(os.path.join(job.root, _PLAN))
-    alive = _is_alive(owner) if owner else False
-    if alive is None and interrupted:
-        raise ReadError(
-            f"a job of the machine {owner['host']!r} was interrupted while it moved its files here",
-            path=job.root,
-            hint=f"if that job no longer runs, remove its {_OWNER}: the next write then undoes it",
-        )
-    if alive is False:
-        if interrupted:
-            _undo(job)
-        shutil.rmtree(job.root, ignore_errors=True)
 
 
 def _identity(pid: int) -> dict[str, Any]:

@@ -19,7 +19,6 @@ Samples of other packages (``kinds``) have columns. Tar has fields for them; oth
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -36,11 +35,13 @@ from ffserve import Batch
 from ffserve import folders as packed_folders
 from ffserve import reader as readers
 from ffserve.convert.inputs import Grouped, InputSource, RecordFiles, TarMembers, find_sources
+from ffserve.convert.locations import remove, version_of
 from ffserve.dataset.paths import PathLike
-from ffserve.disk.output import writing
 from ffserve.engine.codec import crc32c
 from ffserve.errors import ChecksumError, FFServeError, UsageError
+from ffserve.inputs.outputs import output_directory
 from ffserve.reader import StreamReader
+from ffserve.store.public import is_url, shown
 from ffserve.system import parallel
 from ffserve.writer import Writer, create, flat, format_of
 
@@ -98,9 +99,10 @@ def convert(
         inputs: record files of any format, glob patterns, tar files (also compressed), ``.npy``
             arrays (each row is a record), text files (``.txt``, ``.jsonl``, ``.ndjson``: each line
             is a record), what other packages write (``kinds.KINDS``), and directories of these; of
-            any other directory each file below it becomes a record. Read in the given order.
-        out: the output file; with several shards a directory, which receives ``PART_00000`` and so
-            on.
+            any other directory each file below it becomes a record. Record files, tar files and
+            text files may be URLs. Read in the given order.
+        out: the output file, or its URL; with several shards a directory, which receives
+            ``PART_00000`` and so on.
         format: output format; None decides by the suffix of ``out``.
         shards: number of output files; their numbers of records differ by at most one.
         jobs: number of worker processes (spawned: a script needs a ``__main__`` guard).
@@ -124,6 +126,7 @@ def convert(
     if names not in ("keep", "drop"):
         raise UsageError(f"invalid names={names!r}", hint="use 'keep' or 'drop'")
     target = os.fsdecode(out)
+    target = target.rstrip("/") if is_url(target) else target
     chosen = format_of(target, format)
     options: dict[str, Any] = {
         "compression": compression,
@@ -156,12 +159,12 @@ def convert(
     else:
         plan = _plan(sources, [chosen.name, options, shards, names, kind, fields])
         paths = [os.path.join(target, f"PART_{k:05d}{suffix}") for k in range(shards)]
-        _prepare(target, plan, {os.path.basename(path) for path in paths})
+        there = _claim(target, plan, {os.path.basename(path) for path in paths})
         cut = _cut(sources, shards)
         tasks = [
             _ShardTask(path, runs, chosen.name, options, keep, verify)
             for path, runs in zip(paths, cut, strict=True)
-            if not os.path.exists(path)
+            if os.path.basename(path) not in there
         ]
         done = shards - len(tasks)
     results = parallel.run(
@@ -202,46 +205,38 @@ def _cut(
 def _plan(sources: list[InputSource], options: list[Any]) -> str:
     """Return the identifier of a conversion: a digest of its input files and its options."""
     facts: list[Any] = [options]
-    for source in sources:
-        for path in source.files:
-            status = os.stat(path)
-            facts.append([os.path.abspath(path), status.st_size, status.st_mtime_ns])
+    facts += [version_of(path) for source in sources for path in source.files]
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
-def _prepare(directory: str, plan: str, names: set[str]) -> None:
-    """Create the output directory, or check that it belongs to the same conversion."""
-    with writing(directory):
-        _claim(directory, plan, names)
-
-
-def _claim(directory: str, plan: str, names: set[str]) -> None:
-    place = os.path.join(directory, PLAN_NAME)
-    if os.path.lexists(directory) and not os.path.isdir(directory):
+def _claim(directory: str, plan: str, names: set[str]) -> set[str]:
+    """Create the output directory, or check that it belongs to the same conversion; return the
+    names of the files in it."""
+    if not is_url(directory) and os.path.lexists(directory) and not os.path.isdir(directory):
         raise UsageError(
             "the output is a file, but several shards need a directory",
             path=directory,
             hint="choose another path, or use one shard",
         )
-    os.makedirs(directory, exist_ok=True)
-    there = {name for name in os.listdir(directory) if not name.startswith(".")}
-    with contextlib.suppress(FileNotFoundError), open(place, encoding="utf-8") as file:
-        try:
-            known = json.load(file).get("plan")
-        except (ValueError, AttributeError):
-            known = None
-        if known == plan and there <= names:
-            return
+    place = output_directory(directory)
+    there = {name for name in place.entries("") if not name.startswith(".")}
+    try:
+        known = json.loads(place.read(PLAN_NAME) or b"{}").get("plan")
+    except (ValueError, AttributeError):
+        known = None
+    if known == plan and there <= names:
+        return there
     if there:
         raise UsageError(
             "the output directory contains other files, or shards of another conversion (different "
             "or changed input, or different options)",
-            path=directory,
+            path=shown(directory),
             hint="remove it, or choose another directory",
         )
-    with open(place, "w", encoding="utf-8") as file:
-        json.dump({"plan": plan}, file)
+    place.make("")
+    place.write(PLAN_NAME, json.dumps({"plan": plan}).encode())
+    return there
 
 
 # ---- one shard -----------------------------------------------------------------------------------
@@ -353,6 +348,5 @@ def _compare(path: str, samples: int, expected: _Digest, *, members: bool) -> No
                 hint="check the disk and the memory of this machine",
             )
     except FFServeError:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+        remove(path)
         raise

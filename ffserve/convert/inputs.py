@@ -8,7 +8,6 @@ write are in ``kinds``.
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import tarfile
 from collections.abc import Generator, Iterator, Sequence
@@ -22,12 +21,14 @@ import numpy as np
 from ffserve import Batch, example, formats
 from ffserve import reader as readers
 from ffserve.convert import kinds, text_lines
+from ffserve.convert.locations import opened
 from ffserve.dataset.paths import PathLike, expand_paths
 from ffserve.disk.files import is_compressed, os_error, wrap_os_error
-from ffserve.errors import FFServeError, FormatError, ReadError, UsageError
+from ffserve.errors import FFServeError, FormatError, MissingFile, ReadError, UsageError
 from ffserve.folders import files_below
 from ffserve.formats import Foreign, kind_of
 from ffserve.formats.base import HEAD_SIZE
+from ffserve.store.public import is_url, shown
 
 BATCH_COUNT = 16_384
 LOOKED_AT = 16
@@ -231,11 +232,13 @@ class TarMembers:
         [path] = self.files
         k = -1
         try:
-            with tarfile.open(path) as archive:
+            with opened(path) as file, tarfile.open(fileobj=file) as archive:
                 place = archive.fileobj
                 assert place is not None
-                plain = isinstance(place, io.BufferedReader)
-                size = os.path.getsize(path)
+                plain = place is file
+                at = file.tell()
+                size = file.seek(0, os.SEEK_END)
+                file.seek(at)
                 for member in archive:
                     # tarfile keeps every member; without this, memory grows with the archive.
                     archive.members = []  # type: ignore[attr-defined]
@@ -567,6 +570,9 @@ def _is_other(path: str) -> bool:
 
 def _found(given: str, kind: str | None) -> Iterator[tuple[str, str | None]]:
     """Yield the files of a path, each with its kind; a directory of others as it is."""
+    if is_url(given):
+        yield from ((path, None) for path in _remote(given, kind))
+        return
     if kind is not None:
         paths = (given,) if os.path.isdir(given) else expand_paths(given)
         yield from ((path, kind) for path in paths)
@@ -589,3 +595,25 @@ def _expand(path: str) -> tuple[str, ...]:
                 return expand_paths(path, suffixes=suffixes)
         return (path,)
     return expand_paths(path)
+
+
+def _remote(url: str, kind: str | None) -> tuple[str, ...]:
+    """Return the files of a URL. Raises: UsageError: not record files, tar files or text."""
+    own = tuple(suffix for suffix in formats.suffixes() if suffix not in _TAR_SUFFIXES)
+    found: tuple[str, ...] = ()
+    for suffixes in (own, _TAR_SUFFIXES, text_lines.SUFFIXES, ()):
+        with contextlib.suppress(MissingFile):
+            found = expand_paths(url, suffixes=suffixes)
+            break
+    else:
+        found = expand_paths(url)  # says what is missing
+    local = (".npy", *(each for name in kinds.KINDS for each in kinds.module_of(name).SUFFIXES))
+    every = kind is not None or not suffixes
+    other = next((path for path in found if every or path.lower().endswith(local)), None)
+    if other is not None:
+        raise UsageError(
+            "record files, tar files and text are converted from URLs, and this is none of them",
+            path=shown(other),
+            hint="`ffserve stage URL -o DIRECTORY` makes local files of it, which are converted",
+        )
+    return found

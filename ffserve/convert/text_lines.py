@@ -11,11 +11,13 @@ import itertools
 import zlib
 from collections.abc import Iterator
 from functools import cached_property
+from typing import IO, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ffserve import Batch
+from ffserve.convert.locations import opened
 from ffserve.disk.files import os_error
 from ffserve.errors import FormatError
 
@@ -58,7 +60,7 @@ class TextLines:
         [path] = self.files
         rest: list[bytes] = []
         try:
-            with gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb") as file:
+            with opened(path) as plain, _plain(plain, path) as file:
                 for block in itertools.takewhile(bool, iter(lambda: file.read(_PIECE_SIZE), None)):
                     whole, feed, begun = block.rpartition(b"\n")
                     if feed:
@@ -73,6 +75,10 @@ class TextLines:
             raise os_error(error, path) from error
         if any(rest):
             yield np.frombuffer(b"".join([*rest, b"\n"]), np.uint8)
+
+
+def _plain(file: IO[bytes], path: str) -> IO[bytes]:
+    return cast(IO[bytes], gzip.GzipFile(fileobj=file)) if path.lower().endswith(".gz") else file
 
 
 def _lines(text: NDArray[np.uint8], ends: NDArray[np.int64]) -> Batch:

@@ -417,8 +417,9 @@ def _take(size: int) -> mmap.mmap | None:
         memory = _spare.pop()
         if size <= len(memory) <= 2 * size:
             return memory
+    step = 1 << max(size.bit_length() - 3, 0)  # so that the next one, if a little larger, fits
     try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, -(-size // step) * step, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError:
         return None
     with contextlib.suppress(OSError):

@@ -20,7 +20,7 @@ from ffserve.engine.many_files import close_fds, contents_of, open_paths, read_p
 from ffserve.errors import FFServeError, raise_first
 from ffserve.folders.folder_index import MAGIC, check_size, is_index
 from ffserve.store.origin import ObjectVersion
-from ffserve.store.ranges import RangedObject, bytes_of
+from ffserve.store.ranges import RangedObject, at_once
 from ffserve.store.urls import is_url
 
 HEAD_SIZE = 16
@@ -77,18 +77,17 @@ def _are_remote_indices(
     versions: Sequence[ObjectVersion], sizes: Sequence[int]
 ) -> list[bool | None]:
     """Return the same for remote files."""
-    begins = [version.size - size for version, size in zip(versions, sizes, strict=True)]
-    heads = [
-        RangedObject(version).ask(begin, begin + HEAD_SIZE)
-        for version, begin in zip(versions, begins, strict=True)
-    ]
-    found: list[bool | None] = []
-    for head in heads:
+
+    def begins_so(last: tuple[ObjectVersion, int]) -> bool | None:
+        version, size = last
+        begin = version.size - size
         try:
-            found.append(is_index(bytes_of(head)))
+            return is_index(RangedObject(version).fetch(begin, begin + HEAD_SIZE))
         except FFServeError:  # the source may have it, or says why not
-            found.append(None)
-    return found
+            return None
+
+    urls = [version.url for version in versions]
+    return at_once(begins_so, list(zip(versions, sizes, strict=True)), urls)
 
 
 class FolderSearch:

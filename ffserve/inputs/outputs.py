@@ -15,23 +15,20 @@ result is the same.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from pathlib import Path
+from typing import Protocol
 
 from ffserve.disk.files import open_regular, os_error, wrap_os_error
 from ffserve.disk.output import sync_directory, writing
 from ffserve.errors import ReadError, UsageError, printable
 from ffserve.inputs.places import local_path
-from ffserve.store import public as store
-from ffserve.store.public import file_system, shown
-
-T = TypeVar("T")
+from ffserve.store.public import RemoteDirectory, shown
 
 TEMPORARY, SUCCESS = "_temporary", "_SUCCESS"
 
@@ -88,8 +85,12 @@ class OutputDirectory(Protocol):
         """Write a local file."""
         ...
 
-    def mark(self, path: str) -> None:
-        """Write an empty file."""
+    def write(self, path: str, content: bytes) -> None:
+        """Write a small file."""
+        ...
+
+    def read(self, path: str) -> bytes | None:
+        """Return the content of a small file; None if it is not there."""
         ...
 
     def rename(self, old: str, new: str) -> bool:
@@ -156,8 +157,8 @@ class LocalDirectory:
                 out.flush()
                 os.fsync(out.fileno())
 
-    def mark(self, path: str) -> None:
-        """Write an empty file, after the names that were given before it are on disk."""
+    def write(self, path: str, content: bytes) -> None:
+        """Write a small file, after the names that were given before it are on disk."""
         whole = self._whole(path)
         with writing(whole):
             for directory in self._renamed:
@@ -165,8 +166,19 @@ class LocalDirectory:
                     sync_directory(directory)
             self._renamed.clear()
             with open(whole, "wb") as out:
+                out.write(content)
+                out.flush()
                 os.fsync(out.fileno())
             sync_directory(os.path.dirname(whole))
+
+    def read(self, path: str) -> bytes | None:
+        """Return the content of a small file; None if it is not there."""
+        try:
+            return Path(self._whole(path)).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise os_error(error, self._whole(path)) from error
 
     def rename(self, old: str, new: str) -> bool:
         """Rename a file or directory; False if it is not there."""
@@ -193,127 +205,6 @@ class LocalDirectory:
 
     def _whole(self, path: str) -> str:
         return os.path.join(self._path, path) if path else self._path
-
-
-class RemoteDirectory:
-    """A directory at an origin. Calls that fail for a while are tried again, so each of them may be
-    repeated."""
-
-    def __init__(self, uri: str) -> None:
-        self._uri = uri
-        self._path = file_system(uri)[1].rstrip("/")
-
-    @property
-    def _places(self) -> Any:
-        # A lost connection needs another file system object.
-        return file_system(self._uri)[0]
-
-    def _call(self, attempt: Callable[[], T]) -> T:
-        return store.call(self._uri, attempt)
-
-    def exists(self) -> bool:
-        """Whether the directory exists."""
-        return self._call(lambda: self._is_there(self._path))
-
-    def _is_there(self, whole: str) -> bool:
-        # For `exists` of fsspec every failure is an absence.
-        self._places.invalidate_cache()
-        try:
-            self._places.info(whole)
-        except FileNotFoundError:
-            return False
-        return True
-
-    def entries(self, path: str) -> list[str]:
-        """Return the names in a directory; none if it does not exist."""
-        whole = self._whole(path)
-
-        def listed() -> list[str]:
-            self._places.invalidate_cache()
-            try:
-                return list(self._places.ls(whole, detail=False))
-            except FileNotFoundError:
-                return []
-
-        names = [str(name).rstrip("/") for name in self._call(listed)]
-        return [name.rpartition("/")[2] for name in names if name != whole]
-
-    def files(self, path: str) -> list[str]:
-        """Return all files below a directory, relative to it."""
-        whole = self._whole(path)
-        return [name[len(whole) + 1 :] for name in self._call(lambda: self._below(whole))]
-
-    def _below(self, whole: str) -> list[str]:
-        self._places.invalidate_cache()
-        return sorted(str(name) for name in self._places.find(whole))
-
-    def make(self, path: str) -> None:
-        """Create a directory and those above it."""
-        self._call(lambda: self._places.makedirs(self._whole(path), exist_ok=True))
-
-    def put(self, source: str, path: str) -> None:
-        """Write a local file."""
-        whole = self._whole(path)
-        os.close(open_regular(source))
-
-        def written() -> None:
-            self._places.makedirs(whole.rpartition("/")[0], exist_ok=True)
-            self._places.put_file(source, whole)
-
-        self._call(written)
-
-    def mark(self, path: str) -> None:
-        """Write an empty file."""
-        self._call(lambda: self._places.pipe_file(self._whole(path), b""))
-
-    def rename(self, old: str, new: str) -> bool:
-        """Rename a file or directory; False if it is not there."""
-        begin, end, attempts = self._whole(old), self._whole(new), 0
-
-        def renamed() -> bool:
-            nonlocal attempts
-            attempts += 1
-            system = self._places
-            system.makedirs(end.rpartition("/")[0], exist_ok=True)
-            if _moves(system):
-                if attempts > 1 and not self._is_there(begin):
-                    return self._is_there(end)  # it was done, only the answer was lost
-                try:
-                    system.mv(begin, end)
-                except FileNotFoundError:
-                    return False
-                return True
-            # In an object store, files that an earlier attempt has moved are no longer there.
-            if not (names := self._below(begin)):
-                return attempts > 1 and self._is_there(end)
-            system.copy(names, [end + name[len(begin) :] for name in names], on_error="raise")
-            system.rm(names)
-            return True
-
-        return self._call(renamed)
-
-    def remove(self, path: str) -> None:
-        """Remove a directory and all below it, if it is there."""
-        with contextlib.suppress(Exception):
-            self._call(lambda: self._places.rm(self._whole(path), recursive=True))
-
-    def prune(self, path: str) -> None:
-        """Remove a directory below the output if it is empty; object stores have none.
-
-        Some file systems of fsspec remove a directory with all below it, and some a bucket.
-        """
-        with contextlib.suppress(Exception):
-            if path and not self.entries(path):
-                self._places.rmdir(self._whole(path))
-
-    def _whole(self, path: str) -> str:
-        return f"{self._path}/{path}" if path else self._path
-
-
-def _moves(system: Any) -> bool:
-    """Whether a file system has a way of its own to move a directory, which object stores lack."""
-    own = getattr(type(system), "mv", None)
-    return own is not None and own is not importlib.import_module("fsspec").AbstractFileSystem.mv
 
 
 # ---- the job -------------------------------------------------------------------------------------
@@ -377,7 +268,7 @@ class RunOutput:
         files = [n for n in found if n != SUCCESS and n.split("/")[0] != TEMPORARY]
         for name in files:
             self._target.put(os.path.join(begin, name), f"{part}.part/{name}")
-        self._target.mark(f"{part}.part/{SUCCESS}")
+        self._target.write(f"{part}.part/{SUCCESS}", b"")
         if not self._target.rename(f"{part}.part", part):
             raise ReadError("another run has removed the output", path=shown(self.output.uri))
         if left_out:
@@ -415,7 +306,7 @@ class RunOutput:
         for (rank, name), new in moves.items():
             if not self._target.rename(f"{own}/worker-{rank}/{name}", new):
                 self._check_moved(new)
-        self._target.mark(SUCCESS)
+        self._target.write(SUCCESS, b"")
         self._target.remove(TEMPORARY)
         return True
 

@@ -91,7 +91,7 @@ def write(
 
     Args:
         dataset: ray.data.Dataset.
-        path: the directory, which all nodes have mounted.
+        path: the directory, which all nodes have mounted, or a URL.
         format: "ffrecord", "recordio" or "tfrecord".
         record_type: "Example", "SequenceExample", or "ByteArray" of one column of type binary.
         partition_cols: columns that become directories ``column=value``.

@@ -19,10 +19,11 @@ from ray.data.extensions import (
 from ffserve import formats
 from ffserve.arrow import hive
 from ffserve.arrow.record_types import check_compression, record_type_of
-from ffserve.arrow.staged_output import Mode, OutputJob, StagedFile
+from ffserve.arrow.staged_output import Mode, OutputJob, StagedFile, exists, job_of
 from ffserve.arrow.table_writing import TableOutput, write_task
 from ffserve.errors import FFServeError, UsageError
 from ffserve.ray.task_errors import of_user, plain_error
+from ffserve.store.public import shown
 
 _MODES: dict[str, Mode] = {
     "error": "error",
@@ -57,16 +58,18 @@ def write(
     if max_rows_per_file is not None and max_rows_per_file < 1:
         raise UsageError(f"max_rows_per_file must be at least 1, not {max_rows_per_file}")
     columns = tuple(partition_cols or ())
-    target = os.path.abspath(hive.local_path(os.fspath(path)))
-    if mode in ("error", "ignore") and os.path.lexists(target):
+    target = hive.output_path(os.fspath(path))
+    if mode in ("error", "ignore") and exists(target):
         if mode == "ignore":
             return
         raise UsageError(
-            "the output path exists", path=target, hint="use the mode 'overwrite' or 'append'"
+            "the output path exists",
+            path=shown(target),
+            hint="use the mode 'overwrite' or 'append'",
         )
     output = TableOutput(format, kind, compression or "", columns, max_rows_per_file or 0)
     chosen = _MODES[mode] if columns or mode != "dynamic" else "overwrite"
-    job = OutputJob.begin(target, chosen, pid=os.getpid())
+    job = job_of(target).begin(target, chosen, pid=os.getpid())
     try:
         dataset.write_datasink(FFServeDatasink(output, job))
     except BaseException as error:

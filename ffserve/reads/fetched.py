@@ -32,10 +32,11 @@ of a future is an FFServeError."""
 
 
 class FetchedFile(NamedTuple):
-    """A file whose bytes are fetched. corrected: called when a record was right only when it was
-    asked for a second time."""
+    """A file whose bytes are fetched. again: asks for those that were wrong. corrected: called when
+    a record was right only when it was asked for a second time."""
 
     ask: Fetch
+    again: Fetch
     corrected: Callable[[], object]
 
 
@@ -129,7 +130,7 @@ class FetchingEngine:
             begins = batch.records["offset"][wrong].astype(np.int64)
             ends = begins + batch.records["length"][wrong].astype(np.int64)
             for some in neighbours(begins, ends):
-                about = each.file, each.kind, wrong[some]
+                about = each.file._replace(ask=each.file.again), each.kind, wrong[some]
                 again.append(_Range.asked(*about, begins[some], ends[some]))
         for each in again:
             _settle(batch, each, again=True)

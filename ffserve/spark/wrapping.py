@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import uuid
 from typing import Any
 
@@ -20,6 +19,7 @@ from pyspark.sql import DataFrameWriter
 from ffserve.arrow import hive, staged_output
 from ffserve.spark.data_source import NAMES
 from ffserve.spark.options import JOB, PARTITION_BY, PARTITION_NAMES, SAVE_MODE
+from ffserve.store.public import is_url, shown
 
 _MODES = {"error": "error", "errorifexists": "error", "default": "error", "append": "append"}
 _MODES |= {"overwrite": "overwrite", "ignore": "ignore"}
@@ -135,20 +135,20 @@ def _save_records(writer: Any, path: str | None) -> None:
     for name in ("maxRecordsPerFile", "partitionOverwriteMode"):
         if name.lower() not in options:
             added[name] = conf.get(f"spark.sql.{_CONF[name]}").lower()
-    target = None if given is None else os.path.abspath(hive.local_path(str(given)))
-    if target is not None and mode in ("error", "ignore") and os.path.lexists(target):
+    target = None if given is None else hive.output_path(str(given))
+    there = target is not None and staged_output.exists(target)
+    if target is not None and there and mode in ("error", "ignore"):
         if mode == "ignore":
             return
+        where = shown(target) if is_url(target) else f"file:{target}"
         raise AnalysisException(
-            f'Path file:{target} already exists. Set mode as "overwrite" to overwrite the existing '
-            "path.",
+            f'Path {where} already exists. Set mode as "overwrite" to overwrite the existing path.',
             errorClass="PATH_ALREADY_EXISTS",
-            messageParameters={"outputPath": f"file:{target}"},
+            messageParameters={"outputPath": where},
         )
     _unwrapped("mode")(writer, "overwrite" if mode == "overwrite" else "append")
     _unwrapped("partitionBy")(writer, [])
     _unwrapped("options")(writer, **added)
-    created = target is not None and not os.path.lexists(target)
     try:
         _unwrapped("save")(writer, path)
     finally:
@@ -156,7 +156,7 @@ def _save_records(writer: Any, path: str | None) -> None:
         _unwrapped("mode")(writer, mode)
         if target is not None:
             # A plan that failed before its first task is not aborted by Spark.
-            staged_output.OutputJob(target, job, "append", created).discard()
+            staged_output.job_of(target)(target, job, "append", not there).discard()
 
 
 def _partition_columns(writer: Any, given: list[str]) -> list[str]:

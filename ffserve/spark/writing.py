@@ -13,7 +13,7 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 from ffserve.arrow import hive
-from ffserve.arrow.staged_output import Mode, OutputJob, StagedFile
+from ffserve.arrow.staged_output import Mode, StagedFile, job_of
 from ffserve.arrow.table_writing import TableOutput, check_write, write_task
 from ffserve.errors import FFServeError
 from ffserve.spark.options import WriteOptions
@@ -47,8 +47,8 @@ class RecordWriter(DataSourceArrowWriter):
             mode = "dynamic" if options.dynamic and options.partition_by else "overwrite"
         elif options.mode == "error":
             mode = "error"
-        target = os.path.abspath(hive.local_path(options.path))
-        self._job = OutputJob.begin(target, mode, pid=_driver(), id=options.job)
+        target = hive.output_path(options.path)
+        self._job = job_of(target).begin(target, mode, pid=_driver(), id=options.job)
 
     def write(self, iterator: Iterator[Any]) -> Written:
         """Write the rows of a task. Raises: FFServeError, with row and column."""

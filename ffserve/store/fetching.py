@@ -276,7 +276,8 @@ class OpenObject:
     """An object of the store together with its origin. Made by `Fetcher.open`.
 
     pool: whose threads fetch it, and who shares what is known of the origin. parts: only parts of
-    it are read, so bytes between these are worth requests.
+    it are read, so bytes between these are worth requests. least: a
+    multiples of so many bytes.
     """
 
     def __init__(
@@ -286,10 +287,11 @@ class OpenObject:
         access: Access | None,
         pool: str,
         *,
+        least: int,
         parts: bool,
     ) -> None:
         self.stored, self.identity, self.access = stored, identity, access
-        self.remote = RemoteFile(identity, access)
+        self.remote = RemoteFile(identity, access, max(least, stored.block_size))
         self.shown = urls.shown(identity.url)
         self.pool, self.parts = pool, parts
 
@@ -358,8 +360,11 @@ class Fetcher:
         Raises: as `Store.open`.
         """
         name = urls.origin_of(identity.url) if pool is None else pool
+        # A cache network has slices of the size of most blocks, and brings them whole.
+        parts = parts and not RemoteFile(identity).is_cached
         stored = self.store.open(identity, domain, parts=parts)
-        return OpenObject(stored, identity, access, name, parts=parts)
+        least = self.store.block_size
+        return OpenObject(stored, identity, access, name, least=least, parts=parts)
 
     def breaker(self, pool: str) -> Breaker:
         """Return what is known of the origin of a pool."""
@@ -395,7 +400,7 @@ class Fetcher:
         Returns: a future of each; its exception is an FFServeError.
         """
         threads, stored = self._of(opened), opened.stored
-        most = max(self._fetch_size // stored.block_size, 1)
+        most = self._most(opened)
         found: dict[int, Future[Outcomes]] = {}
         new: list[_Run] = []
         earlier: dict[_Run, None] = {}
@@ -418,6 +423,12 @@ class Fetcher:
         for run in (*new, *soon):
             threads.put(due, partial(self._fetch, opened, run), run.future)
         return found
+
+    def _most(self, opened: OpenObject) -> int:
+        """Return how many blocks come by one request; of a cache network each block by itself."""
+        if opened.remote.is_cached:
+            return self._piece(opened)
+        return int(max(self._fetch_size // opened.stored.block_size, 1))
 
     def _ended(self, stored: StoredObject, run: _Run, _: Future[Outcomes]) -> None:
         with self._lock:
@@ -444,14 +455,18 @@ class Fetcher:
             # The block came before it was pinned, and was evicted.
             future = self.ask(opened, [block], NOW, None)[block]
 
-    def ask_bytes(self, opened: OpenObject, start: int, end: int) -> Future[bytes]:
-        """Ask for bytes past the store; return at once."""
+    def ask_bytes(
+        self, opened: OpenObject, start: int, end: int, *, direct: bool = False
+    ) -> Future[bytes]:
+        """Ask for bytes past the store; return at once. Args: direct: as of `RemoteFile.read`."""
         future: Future[bytes] = Future()
-        self._of(opened).put(NOW, lambda: self._download(opened, start, end), future)
+        run = partial(self._download, opened, start, end, direct=direct)
+        self._of(opened).put(NOW, run, future)
         return future
 
-    def _download(self, opened: OpenObject, start: int, end: int) -> bytes:
-        content = self.breaker(opened.pool).call(lambda: opened.remote.read(start, end))
+    def _download(self, opened: OpenObject, start: int, end: int, *, direct: bool = False) -> bytes:
+        read = partial(opened.remote.read, start, end, direct=direct)
+        content = self.breaker(opened.pool).call(read)
         self.fetched += len(content)
         return content
 
@@ -478,7 +493,7 @@ class Fetcher:
     def _with_neighbours(self, opened: OpenObject, run: _Run) -> list[_Run]:
         """Return a run with those beside it that were asked for and have not begun, rising; they
         are taken from the threads."""
-        threads, most = self._of(opened), self._fetch_size // opened.stored.block_size - run.count
+        threads, most = self._of(opened), self._most(opened) - run.count
         found = [run]
         for ahead in (True, False):
             while True:
@@ -762,11 +777,13 @@ class Fetcher:
         before = int(stored.state.checksums[block])
         if stored.sent_alike.get(block) == before:
             return False
-        content = self.ask_bytes(opened, block * stored.block_size, stored.state.end(block))
+        begin, end = block * stored.block_size, stored.state.end(block)
+        content = self.ask_bytes(opened, begin, end, direct=True)
         with contextlib.suppress(FutureTimeout):
             found = content.result(most_s)
             if crc32c(found) != before:
                 log.warning("store: block %d of %s had come damaged", block, opened.shown)
+                opened.remote.distrust()
                 stored.publish(block, found)
                 return True
             stored.sent_alike[block] = before
@@ -862,6 +879,8 @@ def find(
     files, left_out = call(url, lambda: origin.find(url, suffixes, hidden=hidden, below=below))
     now = time.monotonic()
     with _lock:
+        for each in [each for each, (at, _) in _listed.items() if now - at > LISTED_S]:
+            del _listed[each]
         _listed.update((each.url, (now, each)) for each in files if each.size >= 0)
     return files, left_out
 

@@ -23,13 +23,14 @@ def parsed(
     tolerant: bool = False,
     seen: Callable[[int], object] | None = None,
     kept: tuple[Store, StoredObject] | None = None,
+    renew: bool = False,
     admit: Admit = unbounded,
     reading: Callable[[int], object] | None = None,
 ) -> formats.Shard:
     """Read an object's tables, or its index.
 
     Args: read_at, size: of its bytes. name: for errors. kept: where its index is kept; None:
-        nowhere. Others as of `shardfile.open_shard`.
+        nowhere. renew: scan it, even if there is an index. Others as of `shardfile.open_shard`.
     Raises: as that; AccessDenied, ReadError of the origin.
     """
     if reading is not None:
@@ -49,7 +50,7 @@ def parsed(
     ends = crc32c(bytes(head[: index_file.END_SIZE])), crc32c(bytes(tail))
     identity = index_file.Identity(chosen.name, size, 0, *ends)
     place = f"index-{chosen.name}"
-    index = stored.read_index(place)
+    index = b"" if renew else stored.read_index(place)
     if reading is not None:
         reading(len(index))
     indexed = index_file.decode(index, identity)

@@ -8,7 +8,7 @@ An object is identified by URL, size, ETag (or the version that its origin has i
 modification time. An answer to a read says to which version its bytes belong; if it does not, the
 object is looked at again after the read. So no two versions of an object are ever mixed.
 
-Nothing is written to an origin, and nothing is deleted there. Credentials are those that the
+Nothing here writes to an origin (`public.py: RemoteDirectory` does). Credentials are those that the
 packages find (environment, their own files), or those of an `Access` and no others. No message
 contains any.
 """
@@ -20,21 +20,24 @@ import datetime
 import functools
 import glob
 import importlib
+import itertools
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError, UsageError
 from ffserve.limits import ASKED_AT_ONCE
-from ffserve.store import urls
+from ffserve.store import cache_network, urls
 from ffserve.store.credentials import Access
 from ffserve.store.schemes import protocol_of, scheme_of, union
 from ffserve.store.schemes.scheme import BROKEN, Meaning, OpenVersion, Scheme, fsspec_settings
 
+Entry: TypeAlias = tuple[str, dict[str, Any]]
+"""A file or directory of a listing: its name, and what is known of it."""
 _ANY = "[!\0]"
 """A question mark of a pattern, for file systems that take it for the beginning of a query."""
 HIDDEN, SPECIAL = "hidden", "not a regular file"
@@ -97,12 +100,18 @@ def file_system(url: str, access: Access | None = None) -> tuple[Any, str]:
         raise UsageError(
             f"the protocol {protocol}:// needs a package that is missing: {error}",
             path=urls.shown(url),
-            hint=f"pip install {scheme.package}" if scheme.package else None,
+            hint=_installing(scheme, error),
         ) from None
     except ValueError as error:
         raise UsageError(f"invalid URL: {error}", path=urls.shown(url)) from None
     except Exception as error:
         raise failure(error, url) from error
+
+
+def _installing(scheme: Scheme, error: ImportError) -> str | None:
+    """Return what installs the package of a scheme. fsspec names those of others itself."""
+    ours = scheme.package is not None and (scheme.package != "fsspec" or error.name == "fsspec")
+    return f"pip install {scheme.package}" if ours else None
 
 
 # ---- what failed ---------------------------------------------------------------------------------
@@ -319,17 +328,19 @@ def find(
             parts = path.split("/")
             first = next((k for k, part in enumerate(parts) if glob.has_magic(part)), 0)
             found = system.glob(path.replace("[^", "[!"), detail=True)
-            search.add(found, "/".join(parts[:first]), parts[first:])
+            search.add(found.items(), "/".join(parts[:first]), parts[first:])
         else:
             single = None if url.endswith("/") else _info(system, path)
             if single is not None and single.get("type") != "directory":
                 return [_identity(url, single)], []
-            listed = _below(system, path) if below else _entries(system, path)
-            if not listed:
+            # Entry by entry, since a listing may have millions.
+            listed = iter(_below(system, path) if below else _entries(system, path))
+            if (one := next(listed, None)) is None:
                 system.info(path)  # raises if there is no such directory
-            ends = tuple(suffixes) or ""
-            listed = {n: f for n, f in listed.items() if n.endswith(ends)}
-            search.add(listed, path.partition("?")[0] if urls.is_web(url) else path, ())
+            else:
+                ends, every = tuple(suffixes) or "", itertools.chain((one,), listed)
+                chosen = (entry for entry in every if entry[0].endswith(ends))
+                search.add(chosen, path.partition("?")[0] if urls.is_web(url) else path, ())
         search.ask()
     files = sorted(search.files.values(), key=lambda each: each.url)
     return files, list(search.left_out.items())
@@ -344,9 +355,9 @@ class _Search:
         self._system, self._begin, self._hidden, self._below = system, begin, hidden, below
         self._asked: list[str] = []
 
-    def add(self, entries: dict[str, dict[str, Any]], root: str, pattern: Sequence[str]) -> None:
+    def add(self, entries: Iterable[Entry], root: str, pattern: Sequence[str]) -> None:
         """Add entries below a root, which the parts of a pattern match; () for no pattern."""
-        for name, facts in entries.items():
+        for name, facts in entries:
             inner = name.removeprefix(root).strip("/")
             shown = _hidden_part(inner, self._hidden, pattern)
             if shown is not None:
@@ -402,30 +413,35 @@ def _hidden_part(name: str, hidden: str, given: Sequence[str]) -> str | None:
     return None
 
 
-def _below(system: Any, path: str) -> dict[str, dict[str, Any]]:
-    """Return all files below a directory. Raises: what the file system raises."""
+def _below(system: Any, path: str) -> Iterator[Entry]:
+    """Yield all files below a directory. Raises: what the file system raises."""
+    if getattr(system, "flat", False):  # an object store lists all in one go
+        yield from ((facts["name"], facts) for facts in system.every(path))
+        return
     flat, kind = getattr(system, "flat", None), type(system)
     if flat is None and getattr(kind, "async_impl", False):
         flat = kind._find is not importlib.import_module("fsspec.asyn").AsyncFileSystem._find
     elif flat is None:
         flat = kind.find is not importlib.import_module("fsspec").AbstractFileSystem.find
-    if flat:  # an object store lists all in one go
+    if flat:
         found: dict[str, dict[str, Any]] = system.find(path, detail=True)
-        return {name: facts for name, facts in found.items() if facts.get("type") != "directory"}
+        yield from (each for each in found.items() if each[1].get("type") != "directory")
+        return
     # `find` and `walk` of fsspec leave directories out that cannot be listed.
-    files, waiting, seen = dict[str, dict[str, Any]](), [path], {path.rstrip("/")}
+    waiting, seen = [path], {path.rstrip("/")}
     while waiting:
-        for name, facts in _entries(system, waiting.pop()).items():
+        for name, facts in _entries(system, waiting.pop()):
             if facts.get("type") != "directory":
-                files[name] = facts
+                yield name, facts
             elif name.rstrip("/") not in seen:
                 seen.add(name.rstrip("/"))
                 waiting.append(name)
-    return files
 
 
-def _entries(system: Any, path: str) -> dict[str, dict[str, Any]]:
-    return {str(each["name"]): each for each in system.ls(path, detail=True)}
+def _entries(system: Any, path: str) -> Iterator[Entry]:
+    own = getattr(system, "entries", None)
+    for facts in system.ls(path, detail=True) if own is None else own(path):
+        yield str(facts["name"]), facts
 
 
 def _info(system: Any, path: str) -> dict[str, Any] | None:
@@ -449,26 +465,88 @@ def _prefix(url: str, path: str) -> str:
 
 
 class RemoteFile:
-    """Reads ranges of one version of a remote object. Threads may call it."""
+    """Reads ranges of one version of a remote object. Threads may call it.
 
-    def __init__(self, identity: ObjectVersion, access: Access | None = None) -> None:
+    Args: access: of a user; the origin has let that user read the object already. block_size: a
+        cache network is asked for whole blocks.
+    """
+
+    def __init__(
+        self, identity: ObjectVersion, access: Access | None = None, block_size: int = 1
+    ) -> None:
         self.identity = identity
-        self._access = access
+        self._access, self._block_size = access, block_size
+        self._proven = access is not None
+        """Whether the origin has shown that the object may be read."""
         self._free: list[tuple[int, OpenVersion]] = []
         """Open files that nobody uses, each with the only thread that may use it; 0: all may. A
         connection of SFTP hangs when two threads use it."""
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
-    def read(self, start: int, end: int) -> bytes:
+    @property
+    def is_cached(self) -> bool:
+        """Whether a cache network is asked, for each block by itself. Raises: UsageError."""
+        return scheme_of(self.identity.url).cached and cache_network.current() is not None
+
+    def read(self, start: int, end: int, *, direct: bool = False) -> bytes:
         """Return the bytes [start, end) of the object.
 
+        Args:   direct: whether no cache network is asked, such as when what came from it is wrong.
         Raises: UsageError; OriginError, for bytes of another version as well.
         """
-        identity = self.identity
-        with failures(identity.url):
+        with failures(self.identity.url):
             file = self._take()
-            content, facts = file.fetch(start, end)
+        content = None if direct else self._from_cache(file, start, end)
+        if content is None:
+            with failures(self.identity.url):
+                content, facts = file.fetch(start, end)
+            same = self._checked(content, facts, start, end)
+            if same is None and not self._same(identify(self.identity.url, self._access)):
+                raise OriginError(changed(self.identity.url), again=False)
+        with self._lock:
+            self._free.append((0 if file.shared else threading.get_ident(), file))
+        return content
+
+    def _from_cache(self, file: OpenVersion, start: int, end: int) -> bytes | None:
+        """Return bytes from the cache network; None: the origin is to be asked."""
+        network, url, size = cache_network.current(), self.identity.url, self._block_size
+        fetch = file.cached
+        if network is None or fetch is None:
+            return None
+        with self._lock:
+            if not self._proven and not self._same(identify(url, self._access)):
+                raise OriginError(changed(url), again=False)
+            self._proven = True
+        first, last = start // size * size, min(-(-end // size) * size, self.identity.size)
+
+        def attempt() -> bytes | None:
+            with failures(url):
+                found = fetch(network, first, last)
+            if found is None:
+                return None
+            if self._checked(*found, first, last) is None:
+                raise ValueError("the answer does not say which version it has")
+            network.sent += last - first
+            return found[0][start - first : end - first]
+
+        content: bytes | None = file.route.fetch(network, urls.origin_of(url), attempt)
+        return content
+
+    def distrust(self) -> None:
+        """Ask no cache network for a while: the origin has other bytes than came before."""
+        network = cache_network.current()
+        with self._lock:
+            routes = [file.route for _, file in self._free if file.route is not None]
+        if network is not None and routes:
+            routes[0].failed(network, urls.origin_of(self.identity.url), "it has sent wrong bytes")
+
+    def _checked(
+        self, content: bytes, facts: dict[str, Any] | None, start: int, end: int
+    ) -> bool | None:
+        """Whether bytes are of this version, as of `_agrees`. Raises: OriginError: they are not, or
+        not all that were asked for."""
+        identity = self.identity
         same = self._agrees(facts)
         if same is False:
             raise OriginError(changed(identity.url), again=False)
@@ -479,11 +557,7 @@ class RemoteFile:
             hint = "open the object again: it was truncated, or its origin ignores ranges"
             error = ReadError(message, path=urls.shown(identity.url), hint=hint)
             raise OriginError(error, again=len(content) < end - start)
-        if same is None and not self._same(identify(identity.url, self._access)):
-            raise OriginError(changed(identity.url), again=False)
-        with self._lock:
-            self._free.append((0 if file.shared else threading.get_ident(), file))
-        return content
+        return same
 
     def after_fork(self) -> None:
         """Keep the parent's file systems in a child process: they may be neither used nor freed

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from ffserve.errors import FFServeError
 from ffserve.formats.base import ReadAt
+from ffserve.limits import ASKED_AT_ONCE
 from ffserve.store import urls
+from ffserve.store.directory import BLOCK_SIZE
 from ffserve.store.fetching import NOW, Outcome, call, threads_of
 from ffserve.store.origin import ObjectVersion, RemoteFile
+from ffserve.store.schemes import scheme_of
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 RANGE_SIZE = 4 << 20
 """One request has at most this many bytes; larger ranges come by several requests at once."""
@@ -44,41 +50,68 @@ class RangedObject:
         self._range_size = range_size
         self.identity, self.size = identity, identity.size
         self.shown = urls.shown(identity.url)
-        self._remote = RemoteFile(identity)
+        self._remote = RemoteFile(identity, block_size=BLOCK_SIZE)
+        self._head, self._head_used = b"", 0
+        """The first bytes, while the object is opened, and how many of them were read."""
 
     def after_fork(self) -> None:
         """Prepare a child process to connect anew."""
         self._remote.after_fork()
 
-    def ask(self, start: int, end: int) -> Future[Outcome]:
-        """Ask for bytes; return at once. The exception of the future is an FFServeError."""
+    def fetch(self, start: int, end: int, *, direct: bool = False) -> bytes:
+        """Return bytes; the calling thread fetches them if its scheme lets it.
+
+        Args:   direct: as of `RemoteFile.read`.
+        Raises: FFServeError.
+        """
+        if scheme_of(self.identity.url).at_once > ASKED_AT_ONCE:
+            return self._fetch(start, end, direct)
+        return bytes_of(self.ask(start, end, direct=direct))
+
+    def _fetch(self, start: int, end: int, direct: bool) -> bytes:
+        return call(self.identity.url, partial(self._remote.read, start, end, direct=direct))
+
+    def spare(self) -> None:
+        """Keep only those of the first bytes that were read, which may be read once more."""
+        self._head = self._head[: self._head_used]
+
+    def ask(self, start: int, end: int, *, direct: bool = False) -> Future[Outcome]:
+        """Ask for bytes; return at once. The exception of the future is an FFServeError.
+
+        Args: direct: as of `fetch`.
+        """
         future: Future[Outcome] = Future()
-        url = self.identity.url
-        threads_of(url).put(NOW, lambda: call(url, partial(self._remote.read, start, end)), future)
+        threads_of(self.identity.url).put(NOW, partial(self._fetch, start, end, direct), future)
         return future
 
-    def ask_all(self, start: int, end: int) -> list[tuple[int, int, Future[Outcome]]]:
+    def ask_all(
+        self, start: int, end: int, *, direct: bool = False
+    ) -> list[tuple[int, int, Future[Outcome]]]:
         """Ask for an extent, as far as the object has bytes there, by requests of limited size.
 
+        Args:    direct: as of `fetch`.
         Returns: begin, end and future of each.
         """
-        end = min(end, self.size)
-        edges = [*range(start, end, self._range_size), end]
-        return [(a, b, self.ask(a, b)) for a, b in pairwise(edges)]
+        end, size, first = min(end, self.size), self._range_size, start
+        if not direct and self._remote.is_cached:  # each block by itself
+            size, first = BLOCK_SIZE, start // BLOCK_SIZE * BLOCK_SIZE
+        edges = [start, *range(first + size, end, size), end]
+        return [(a, b, self.ask(a, b, direct=direct)) for a, b in pairwise(edges) if a < b]
 
     def ask_again(self, offset: int, length: int) -> Iterator[memoryview]:
         """Yield the bytes of an extent that has come damaged, unless the origin fails."""
         with contextlib.suppress(FFServeError):
-            coming = self.ask_all(offset, offset + length)
+            coming = self.ask_all(offset, offset + length, direct=True)
             yield memoryview(b"".join(bytes_of(future) for _, _, future in coming))
 
-    def read_at(self) -> ReadAt:
+    def read_at(self, *, direct: bool = False) -> ReadAt:
         """Return a `ReadAt` for one thread. Bytes that are read in order are asked for ahead.
 
-        Raises: as `ask`, when it is called.
+        Args:   direct: as of `fetch`.
+        Raises: as `fetch`, when it is called.
         """
         head = min(HEAD_SIZE, self.size)
-        first_bytes = self.ask(0, head) if head else None
+        self._head, self._head_used = b"", 0
         pieces: _Pieces | None = None
         last, streak = range(0), 0
         kept: dict[range, bytes] = {}
@@ -89,8 +122,11 @@ class RangedObject:
             end = min(offset + len(into), self.size)
             if end <= offset:
                 return 0
-            if end <= head and first_bytes is not None:
-                into[: end - offset] = bytes_of(first_bytes)[offset:end]
+            if end <= head:
+                if end > len(self._head):
+                    self._head = self.fetch(0, head, direct=direct)
+                self._head_used = max(self._head_used, end)
+                into[: end - offset] = self._head[offset:end]
                 return end - offset
             streak = streak + 1 if last.start <= offset <= last.stop + NEAR else 0
             last = range(offset, end)
@@ -98,9 +134,10 @@ class RangedObject:
             if streak < IN_ORDER:
                 pieces = None
             if content is None and streak < IN_ORDER:
-                content = b"".join(bytes_of(future) for _, _, future in self.ask_all(offset, end))
+                asked = self.ask_all(offset, end, direct=direct)
+                content = b"".join(bytes_of(future) for _, _, future in asked)
             elif content is None:
-                pieces = pieces or _Pieces(self, offset)
+                pieces = pieces or _Pieces(partial(self.ask, direct=direct), self.size, offset)
                 content = pieces.read(last, min(1 << (streak - IN_ORDER), MOST_AHEAD))
             if len(content) <= room and last not in kept:
                 kept[last] = content
@@ -111,11 +148,24 @@ class RangedObject:
         return read
 
 
+def at_once(call: Callable[[T], R], items: Sequence[T], some: Sequence[str]) -> list[R]:
+    """Return the results of calls of origins, several at the same time.
+
+    Args: some: URL of each item.
+    Raises: the error of the first that failed.
+    """
+    if len(items) < 2:
+        return [call(item) for item in items]
+    most = min(scheme_of(url).at_once for url in {url.partition("://")[0] + "://" for url in some})
+    with ThreadPoolExecutor(min(len(items), most), "ffserve-open") as pool:
+        return list(pool.map(call, items))
+
+
 class _Pieces:
     """The pieces of an object that a reader in order has asked for, from an offset on."""
 
-    def __init__(self, opened: RangedObject, offset: int) -> None:
-        self._opened, self._offset = opened, offset
+    def __init__(self, ask: Callable[[int, int], Future[Outcome]], size: int, offset: int) -> None:
+        self._ask, self._size, self._offset = ask, size, offset
         self._coming: dict[int, Future[Outcome]] = {}
 
     def read(self, wanted: range, ahead: int) -> bytes:
@@ -128,9 +178,9 @@ class _Pieces:
         try:
             for piece in range(first, behind + ahead):
                 begin = self._offset + piece * PIECE_SIZE
-                end = min(begin + PIECE_SIZE, self._opened.size)
+                end = min(begin + PIECE_SIZE, self._size)
                 if begin < end and piece not in self._coming:
-                    self._coming[piece] = self._opened.ask(begin, end)
+                    self._coming[piece] = self._ask(begin, end)
             for piece in range(first, behind):
                 begin = self._offset + piece * PIECE_SIZE
                 content = bytes_of(self._coming[piece])

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
-from ffserve.limits import ORIGIN_THREADS
+from ffserve.limits import OPENED_AT_ONCE
 from ffserve.store.schemes.scheme import KEPT_HEADERS
 
 _LINES_SIZE = 64 << 10
@@ -297,7 +297,7 @@ class Web:
             raise ValueError("a header has more than one line")
         head = "\r\n".join([f"{method} {path} HTTP/1.1", *lines, "", ""]).encode()
         while True:
-            connection = self._idle_one(to) or self._new(to, proxy)
+            connection = self._idle_one(to) or self.new_connection(to, proxy)
             used = connection.sock is not None
             try:
                 if not used:
@@ -326,7 +326,8 @@ class Web:
                 return found
             found.close()
 
-    def _new(self, to: WebAddress, proxy: _Proxy | None) -> http.client.HTTPConnection:
+    def new_connection(self, to: WebAddress, proxy: _Proxy | None) -> http.client.HTTPConnection:
+        """Return a connection that is not open yet."""
         place = proxy[:2] if proxy is not None else (to.host, to.port)
         made = http.client.HTTPConnection(*place, self._connect_s)
         if to.tls:
@@ -341,7 +342,7 @@ class Web:
         """Keep a connection whose answer was read for later requests."""
         with self._lock:
             free = self._idle.setdefault(to[:3], [])
-            if connection.sock is not None and len(free) < ORIGIN_THREADS:
+            if connection.sock is not None and len(free) < OPENED_AT_ONCE:
                 free.append(connection)
                 return
         connection.close()

@@ -21,7 +21,8 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 from urllib.parse import quote, unquote_plus
 from xml.etree import ElementTree
 
-from ffserve.limits import ASKED_AT_ONCE, MOST_LISTED, MOST_PAGE_SIZE
+from ffserve.limits import ASKED_AT_ONCE, MOST_LISTED, MOST_PAGE_SIZE, OPENED_AT_ONCE
+from ffserve.store.cache_network import SIGNED_AGAIN_S, CacheNetwork, Route, SignedUrl
 from ffserve.store.schemes.scheme import (
     OpenVersion,
     Options,
@@ -83,6 +84,7 @@ class WebFiles:
 
     def __init__(self, web: Web, credentials: RenewedOptions) -> None:
         self.web, self.credentials = web, credentials
+        self.route = Route()
 
     def invalidate_cache(self) -> None:
         """Do nothing: nothing is cached."""
@@ -156,8 +158,37 @@ class WebFiles:
 
     def version(self, path: str, tag: str) -> OpenVersion:
         """Return a version of a file that is read by ranges. tag: "" if it has none."""
-        headers = {"If-Match": f'"{tag}"'} if tag and not tag.startswith("W/") else {}
-        return OpenVersion(self.ranges(path, {}, headers), shared=True)
+        if not tag or tag.startswith("W/"):
+            return OpenVersion(self.ranges(path, {}, {}), shared=True)
+        headers = {"If-Match": f'"{tag}"'}
+        cached = self.cached(path, tag, headers)
+        return OpenVersion(self.ranges(path, {}, headers), True, cached, self.route)
+
+    def signed(self, options: Options, path: str, tag: str) -> SignedUrl | None:
+        """Return a URL by which a version of a file is read without credentials in headers; None:
+        there is none."""
+        return None
+
+    def cached(
+        self, path: str, tag: str, headers: Mapping[str, str]
+    ) -> Callable[[CacheNetwork, int, int], tuple[bytes, Facts] | None]:
+        """Return what fetches ranges by a cache network, as of `OpenVersion`."""
+        known: tuple[Options | None, float, SignedUrl | None] = None, 0.0, None
+
+        def fetch(network: CacheNetwork, start: int, end: int) -> tuple[bytes, Facts] | None:
+            nonlocal known
+            used, now = self.credentials.options, time.monotonic()
+            if known[0] is not used or now > known[1]:
+                known = used, now + SIGNED_AGAIN_S, self.signed(used, path, tag)
+            signed = known[2]
+            if signed is None or (signed.secret and not network.is_private):
+                return None
+            answer = network.get(signed.url, {**headers, "Range": f"bytes={start}-{end - 1}"})
+            if answer.status >= 300:
+                raise refusal(answer)
+            return self._range_of(answer, start, end)
+
+        return fetch
 
     def ranges(
         self, path: str, query: Mapping[str, str], headers: Mapping[str, str]
@@ -166,21 +197,23 @@ class WebFiles:
 
         def fetch(start: int, end: int) -> tuple[bytes, Facts | None]:
             asked = {**headers, "Range": f"bytes={start}-{end - 1}"}
-            answer = self.ask("GET", path, query, asked)
-            found = self.facts(answer)
-            if found["start"] is not None:
-                if found["start"] != start:
-                    answer.close()
-                    raise ValueError("the origin sent another range than it was asked for")
-            elif start or found["size"] is None or found["size"] > end:
-                answer.close()
-                raise ValueError("the origin ignores ranges")
-            # One byte too many shows that there are more.
-            content = answer.read(end - start + 1)
-            answer.close()
-            return content, found
+            return self._range_of(self.ask("GET", path, query, asked), start, end)
 
         return fetch
+
+    def _range_of(self, answer: Answer, start: int, end: int) -> tuple[bytes, Facts]:
+        found = self.facts(answer)
+        if found["start"] is not None:
+            if found["start"] != start:
+                answer.close()
+                raise ValueError("the origin sent another range than it was asked for")
+        elif start or found["size"] is None or found["size"] > end:
+            answer.close()
+            raise ValueError("the origin ignores ranges")
+        # One byte too many shows that there are more.
+        content = answer.read(end - start + 1)
+        answer.close()
+        return content, found
 
     def facts(self, answer: Answer) -> Facts:
         """Return what the headers of an answer say of a file. start: of the range that it has."""
@@ -239,6 +272,8 @@ class WebScheme(Scheme):
     those of TLS."""
 
     module = "ssl"  # it needs no package
+    cached = True
+    at_once = OPENED_AT_ONCE
     trusts: ClassVar[bool] = True
     """Whether this process's own requests go to the proxies that its environment names."""
     made_of: ClassVar[Set[str]] = frozenset()
@@ -395,15 +430,20 @@ class Objects(WebFiles):
             for name in page.directories:
                 yield {"name": name.rstrip("/"), "type": "directory", "size": 0}
 
+    def every(self, path: str) -> Iterator[Facts]:
+        """Yield all files below a directory, or the file of this name."""
+        empty = True
+        for page in self.pages(path, ""):
+            empty = empty and not page.files
+            yield from page.files
+        if empty:
+            with contextlib.suppress(MissingError):
+                if (facts := self.info(path))["type"] == "file":
+                    yield facts
+
     def find(self, path: str, detail: bool = False) -> Any:
-        """Return all files below a directory, or the file of this name."""
-        found = {facts["name"]: facts for page in self.pages(path, "") for facts in page.files}
-        if not found:
-            try:
-                facts = self.info(path)
-            except MissingError:
-                facts = {"type": "directory"}
-            found = {facts["name"]: facts} if facts["type"] == "file" else {}
+        """Return the same as `every`, by name."""
+        found = {facts["name"]: facts for facts in self.every(path)}
         return found if detail else sorted(found)
 
     # ---- writing --------------------------------------------------------------------------

@@ -544,7 +544,7 @@ input()
         with group.keeping_cached(16 * MIB):
             after = resident(path)
         assert process.poll() is None
-    most = 16 * MIB + cgroup.ALLOCATED_AT_ONCE
+    most = 17 * MIB + cgroup.ALLOCATED_AT_ONCE  # 1 MiB: what processors have charged ahead
     if before <= most:
         pytest.skip("this machine has no memory for so much page cache")
     assert after <= most

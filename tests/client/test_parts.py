@@ -165,6 +165,29 @@ def test_a_sample_is_a_file(reader: ffserve.Reader, index: int, calls: list[Any]
         assert getattr(file, name)(*arguments) == getattr(other, name)(*arguments)
 
 
+KIB = 1 << 10
+
+
+def test_a_remote_video_takes_few_requests(tmp_path: Path) -> None:
+    """Its beginning, its index at the end, its beginning again, then the frames of a window."""
+    content = np.random.default_rng(0).bytes(8192 * KIB)
+    with http_origin() as origin:
+        url = origin.put("a.ffr", Path(write(tmp_path / "a.ffr", [content])).read_bytes())
+        with ffserve.open(url, server="off") as reader:
+            file = reader.open_sample(0)
+            origin.spans.clear()
+            for start, stop in ((0, 64), (7500, 8192), (64, 300), (2000, 3900)):
+                file.seek(start * KIB)
+                for at in range(start * KIB, stop * KIB, 50_000):
+                    part = content[at : min(at + 50_000, stop * KIB)]
+                    assert file.read(len(part)) == part
+            first = min(begin for _, begin, _ in origin.spans)
+            assert sorted((a - first) // KIB for _, a, _ in origin.spans) == [
+                0, 2000, 2512, 3024, 7500,
+            ]  # fmt: skip
+            assert sum(b - a for _, a, b in origin.spans) == (512 + 692 + 512 + 512 + 1024) * KIB
+
+
 def test_other_programs_read_a_sample(tmp_path: Path, server: str) -> None:
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import s3_server
 
 SOCKET = os.path.join(tempfile.gettempdir(), f"ffs-ray-{os.getpid()}")
 """What FFSERVE_SOCKET is in all tasks; a test may put a daemon there."""
@@ -23,6 +24,7 @@ def ray_data() -> Iterator[Any]:
     """The module ``ray.data``, in a session of its own."""
     ray = pytest.importorskip("ray", reason="needs Ray (make ray)")
     os.environ["FFSERVE_SOCKET"] = SOCKET  # tasks inherit it
+    s3_server.lead_there()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ray.init(
@@ -45,3 +47,10 @@ def ray_data() -> Iterator[Any]:
 def out(tmp_path: Path) -> str:
     """A path at which nothing is yet."""
     return str(tmp_path / "table")
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of an empty bucket of S3."""
+    with s3_server.bucket(tmp_path_factory.mktemp("moto") / "output") as url:
+        yield url

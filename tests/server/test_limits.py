@@ -86,6 +86,7 @@ BOUNDS = {
     "FETCH_SIZE": "store/test_store_fetching.py: test_neighbours_come_by_one_request",
     "MOST_ACCESS": "store/test_store_access.py: "
     "test_headers_travel_and_what_is_not_understood_does_not",
+    "OPENED_AT_ONCE": "store/test_remote_reader.py: test_many_files_are_opened_at_the_same_time",
     "MOST_LISTED": "store/test_hostile_listings.py: "
     "test_pages_of_a_bucket_without_end_took_all_memory",
     "MOST_PAGE_SIZE": "store/test_hostile_listings.py: test_a_page_without_end_took_all_memory",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import s3_server
 
 
 @pytest.fixture(scope="session")
@@ -15,6 +16,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A session in which tasks are tried three times, and with ffserve registered."""
     sql = pytest.importorskip("pyspark.sql", reason="needs pyspark (make spark)")
     folder = str(tmp_path_factory.mktemp("spark"))
+    s3_server.lead_there()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         session = (
@@ -42,3 +44,10 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def out(tmp_path: Path) -> str:
     """A path at which nothing is yet."""
     return str(tmp_path / "table")
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of an empty bucket of S3."""
+    with s3_server.bucket(tmp_path_factory.mktemp("moto") / "output") as url:
+        yield url

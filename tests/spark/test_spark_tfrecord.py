@@ -37,6 +37,7 @@ import ffserve
 import ffserve.spark
 from ffserve import example
 from ffserve.arrow.table_writing import _groups
+from ffserve.store.public import RemoteDirectory
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
@@ -331,6 +332,39 @@ def test_save_modes(spark: Any, out: str) -> None:
     assert rows(read(spark, f"{out}2")) == [(2,)]
     with pytest.raises(Exception, match="bogus"):
         two.write.mode("bogus").format("tfrecord").save(out)
+
+
+def test_tables_at_an_origin(spark: Any, bucket: str, tmp_path: Path) -> None:
+    """All modes, a task that fails, and one that is tried again; nothing is left beside them."""
+    out = f"{bucket}/tables/one"
+    one, two = (spark.createDataFrame([(k, k)], "v long, k int") for k in (1, 2))
+    one.write.format("tfrecord").partitionBy("k").save(out)
+    assert rows(read(spark, out)) == [(1, 1)]
+    with pytest.raises(AnalysisException, match="Path s3://bucket/tables/one already exists"):
+        two.write.format("tfrecord").save(out)
+    two.write.mode("ignore").format("tfrecord").save(out)
+    two.write.mode("append").format("tfrecord").partitionBy("k").save(out)
+    assert rows(read(spark, out)) == [(1, 1), (2, 2)]
+    read(spark, out).write.mode("overwrite").format("tfrecord").partitionBy("k").save(out)
+    assert rows(read(spark, out)) == [(1, 1), (2, 2)]
+    new = spark.createDataFrame([(3, 2), (4, 3)], "v long, k int")
+    writer = new.write.mode("overwrite").format("tfrecord").partitionBy("k")
+    writer.option("partitionOverwriteMode", "dynamic").save(out)
+    assert rows(read(spark, out)) == [(1, 1), (3, 2), (4, 3)]
+    before = RemoteDirectory(out).files("")
+    assert len(before) == 4 and before[0] == "_SUCCESS"
+    for times, counter in ((99, tmp_path / "a"), (1, tmp_path / "b")):
+        counter.mkdir()
+        frame = failing(spark, str(counter), times)
+        if times == 99:
+            with pytest.raises(PySparkException, match="made to fail"):
+                frame.write.mode("overwrite").format("tfrecord").save(out)
+            assert RemoteDirectory(out).files("") == before
+        else:
+            frame.write.mode("overwrite").format("tfrecord").save(out)
+            found = [tuple(row) for row in read(spark, out).select("id").collect()]
+            assert len(found) == len(set(found)) == frame.count()
+    assert not [name for name in RemoteDirectory(out).files("") if name.startswith("_temporary")]
 
 
 def test_dynamic_partition_overwrite(spark: Any, out: str) -> None:

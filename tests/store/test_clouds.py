@@ -19,7 +19,14 @@ import numpy as np
 import pytest
 from daemon import Daemon, Raw, started
 from hub import Hub, hub
-from store_servers import free_port, reading_daemon, small_store, wait_for, written
+from store_servers import (
+    free_port,
+    read_by_a_cache,
+    reading_daemon,
+    small_store,
+    wait_for,
+    written,
+)
 
 import ffserve
 from ffserve import protocol
@@ -67,7 +74,8 @@ def google_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     where = tmp_path_factory.mktemp("google")
     yield from running(
         [binary, "-scheme", "http", "-backend", "filesystem", "-filesystem-root", where,
-         "-host", "127.0.0.1", "-port", str(port), "-external-url", f"http://127.0.0.1:{port}"],
+         "-host", "127.0.0.1", "-port", str(port), "-external-url", f"http://127.0.0.1:{port}",
+         "-public-host", f"127.0.0.1:{port}"],
         port,
     )  # fmt: skip
 
@@ -137,6 +145,11 @@ def test_google(google: Callable[[str, Path], str], tmp_path: Path) -> None:
 # ---- Azure ---------------------------------------------------------------------------------------
 
 
+def test_google_by_a_cache(google: Callable[[str, Path], str], tmp_path: Path) -> None:
+    path, _ = written(tmp_path, "a b.ffr", 1)
+    read_by_a_cache(google("a b.ffr", path), path.read_bytes())
+
+
 @pytest.fixture(scope="module")
 def azure_port() -> Iterator[int]:
     pytest.importorskip("azure.storage.blob")
@@ -174,6 +187,11 @@ def azure(azure_port: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Pa
 
 def test_azure(azure: Callable[[str, Path], str], tmp_path: Path) -> None:
     read_and_changed(azure, tmp_path)
+
+
+def test_azure_by_a_cache(azure: Callable[[str, Path], str], tmp_path: Path) -> None:
+    path, _ = written(tmp_path, "a b.ffr", 1)
+    read_by_a_cache(azure("a b.ffr", path), path.read_bytes())
 
 
 def test_azure_with_a_signature_and_without(

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,14 +16,17 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from ffserve.store.origin import find
+
 pytestmark = pytest.mark.check
 
 Page = Callable[[dict[str, str]], Iterator[bytes]]
 
 
 @contextmanager
-def listing(page: Page, kind: str) -> Iterator[str]:
-    """An origin whose every answer is what `page` makes of the query; yield its address."""
+def listing(page: Page, kind: str, *, sized: bool = False) -> Iterator[str]:
+    """An origin whose every answer is what `page` makes of the query; yield its address. Args:
+    sized: it says the size of its answers."""
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_: object) -> None:
@@ -43,12 +47,17 @@ def listing(page: Page, kind: str) -> Iterator[str]:
                 if self.command == "GET":
                     self.wfile.write(b"x")
                 return None
+            parts = page(query)
             self.send_response(200)
             self.send_header("Content-Type", kind)
+            if sized:
+                whole = b"".join(parts)
+                self.send_header("Content-Length", str(len(whole)))
+                parts = iter([whole])
             self.end_headers()
             if self.command == "GET":
                 try:
-                    for part in page(query):
+                    for part in parts:
                         self.wfile.write(part)
                 except OSError:
                     pass  # the client has had enough
@@ -63,6 +72,38 @@ def listing(page: Page, kind: str) -> Iterator[str]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def test_a_listing_takes_the_memory_of_the_files_that_are_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """60,000 objects took 60 MB, also where one of them was wanted."""
+
+    def page(query: dict[str, str]) -> Iterator[bytes]:
+        at = int(query.get("continuation-token", "0"))
+        names = [f"d/{at:03}-{k:04}{'.ffr' if (at, k) == (7, 5) else ''}" for k in range(1000)]
+        text = keys(names, str(at + 1))
+        yield (
+            text
+            if at < 59
+            else text.replace(b"<NextContinuationToken>60<", b"<X>60<").replace(
+                b"</NextContinuationToken>", b"</X>"
+            )
+        )
+
+    with listing(page, "text/xml", sized=True) as address:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+        find("s3://bucket/d", (".ffr",))  # imports what it needs
+        tracemalloc.start()
+        try:
+            for options in ({}, {"below": True}):
+                files, _ = find("s3://bucket/d", (".ffr",), **options)
+                assert [each.url for each in files] == ["s3://bucket/d/007-0005.ffr"]
+            assert tracemalloc.get_traced_memory()[1] < 12 << 20
+        finally:
+            tracemalloc.stop()
 
 
 def links(*names: str) -> Page:

@@ -21,14 +21,16 @@ from typing import Any
 import ceph
 import numpy as np
 import pytest
+from command import text_of
 from daemon import Daemon, Raw, run_python, started, until
 from failing_proxy import failing_proxy
 from origins import http_origin
 from server_process import running
-from store_servers import free_port, reading_daemon, small_store, wait_for, written
+from store_servers import free_port, read_by_a_cache, reading_daemon, small_store, wait_for, written
 
 import ffserve
 from ffserve import protocol
+from ffserve.convert import convert
 from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError
 from ffserve.inputs import download, find_inputs
 from ffserve.inputs.outputs import Output, RunOutput
@@ -110,6 +112,13 @@ def test_s3(bucket: Any, tmp_path: Path) -> None:
         with ffserve.open(url) as reader:
             assert [bytes(s) for s in reader.read(order)] == [whole[k] for k in order]
             assert reader.shards[0].path == f"s3://{name}/data/train-0.ffr"
+
+
+def test_s3_by_a_cache(bucket: Any, tmp_path: Path) -> None:
+    system, name = bucket
+    path, _ = written(tmp_path, "a b.ffr", 1)
+    system.put_file(str(path), f"{name}/data/ü/a b.ffr")
+    read_by_a_cache(f"s3://{name}/data/ü/a b.ffr", path.read_bytes())
 
 
 def test_a_changed_object_of_s3_is_never_mixed(bucket: Any, tmp_path: Path) -> None:
@@ -227,6 +236,65 @@ def test_a_run_survives_that_every_request_fails_once(
         "worker-0/log": b"log of 0",
         "worker-1/log": b"log of 1",
     }
+
+
+@pytest.mark.parametrize("how", ["refused", "unanswered"])
+def test_what_is_written_survives_that_every_request_fails_once(
+    bucket: Any, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Any
+) -> None:
+    """A file by its writer, a conversion, and tables: complete, and nothing is left beside them."""
+    pa = pytest.importorskip("pyarrow")
+    from ffserve.arrow import hive, table_reading
+    from ffserve.arrow.staged_output import Mode, job_of
+    from ffserve.arrow.table_reading import RecordTable
+    from ffserve.arrow.table_writing import TableOutput, write_task
+
+    system, name = bucket
+    root = f"s3://{name}/out"
+    with failing_proxy(int(s3.url.rpartition(":")[2]), how) as (url, failures):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        with ffserve.create(f"{root}/a.ffr") as writer:
+            for k in range(100):
+                writer.write(b"%d" % k * k)
+            assert not system.exists(f"{root}/a.ffr")
+        with contextlib.suppress(KeyError), ffserve.create(f"{root}/b.ffr") as writer:
+            writer.write(b"x")
+            raise KeyError
+        convert(f"{root}/a.ffr", f"{root}/web.tar", names="drop")
+        report = convert(f"{root}/web.tar", f"{root}/shards", format="tfrecord", shards=3)
+        again = convert(f"{root}/web.tar", f"{root}/shards", format="tfrecord", shards=3)
+        assert (report.samples, report.kept, again.kept) == (100, 0, 3)
+        table, output = f"{root}/table", TableOutput("tfrecord", "ByteArray", partition_by=("k",))
+        modes: tuple[Mode, ...] = ("append", "overwrite", "dynamic")
+        for mode in modes:
+            job = job_of(table).begin(table, mode, pid=os.getpid())
+            rows = pa.RecordBatch.from_pydict({"byteArray": [b"x", b"y"], "k": [1, 2]})
+            job.commit(write_task(output, job, 0, [rows]))
+        assert {"GET", "PUT", "DELETE"} < set(failures)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.url)
+    with ffserve.open(f"{root}/a.ffr") as reader:
+        assert [bytes(sample) for sample in reader] == [b"%d" % k * k for k in range(100)]
+    with ffserve.open(f"{root}/shards") as reader:
+        assert len(reader) == 100
+    system.invalidate_cache()
+    found = [key.removeprefix(f"{name}/out/") for key in system.find(f"{name}/out")]
+    parts = [f"shards/PART_{k:05d}.tfrecord" for k in range(3)]
+    assert [key for key in found if not key.startswith("table/k=")] == [
+        "a.ffr", "shards/.ffserve-convert.json", *parts, "table/_SUCCESS", "web.tar",
+    ]  # fmt: skip
+    assert len(found) == 7 + 2
+    [facts] = json.loads(text_of("inspect", "--json", f"{root}/a.ffr"))
+    assert facts["samples"] == 100
+    for words in (("verify",), ("index",), ("ls",), ("simulate", "--cache", "0.5")):
+        assert text_of(*words, f"{root}/{'shards' if words != ('ls',) else 'a.ffr'}")
+    assert text_of("cat", f"{root}/a.ffr", "3") == "333"
+    data = pa.schema([("byteArray", pa.binary())])
+    read = RecordTable("tfrecord", "ByteArray")
+    pieces = [
+        p for f in hive.find_files([table]) for p in table_reading.pieces_of(read, f, 1 << 20)
+    ]
+    got = [b.column(0).to_pylist() for p in pieces for b in table_reading.batches(read, p, data)]
+    assert got == [[b"x"], [b"y"]]
 
 
 def test_an_object_of_several_parts(bucket: Any, tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ import random
 import struct
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import command
 import pytest
 from daemon import run_python, serving, until
 from origins import HttpOrigin, ask_origins, settled
@@ -32,6 +34,7 @@ from ffserve.errors import (
     ServerUnavailable,
     TruncatedError,
 )
+from ffserve.limits import OPENED_AT_ONCE
 from ffserve.reads.fetched import GAP
 from ffserve.store import fetching, ranges
 
@@ -516,13 +519,89 @@ def test_commands_take_urls(
     assert run(["convert", url, str(tmp_path / "out.tfrecord")]) == 0
     with ffserve.open(tmp_path / "out.tfrecord", server="off") as reader:
         assert plain(reader) == samples
+    assert command.run("cat", url, "3").stdout == samples[3]
+    assert run(["simulate", "--json", "--cache", "0.5", "--samples", "1000", url]) == 0
     assert run(["verify", f"{server.url}/none.ffr"]) == 2
-    assert run(["index", url]) == 2
-    assert "written for local files only" in capsys.readouterr().err
     assert not (tmp_path / "store").exists()
+    capsys.readouterr()
+    assert run(["convert", url, f"{server.url}/out.ffr"]) == 2
+    assert "error: " + server.url in (said := capsys.readouterr().err)
+    assert "cannot write to http:// URLs" in said
+    assert "hint: write to a local path, or to an object store" in said
+    lines = server.put("t/lines.txt", b"one\ntwo\n")
+    for source in (lines, f"{server.url}/t/"):
+        assert run(["convert", source, str(tmp_path / "lines.ffr")]) == 0
+        with ffserve.open(tmp_path / "lines.ffr", server="off") as reader:
+            assert plain(reader) == [b"one", b"two"]
+    for other in (server.put("rows.npy", b"x"), server.put("u/x.jpg", b"x").removesuffix("x.jpg")):
+        capsys.readouterr()
+        assert run(["convert", other, str(tmp_path / "none.ffr")]) == 2
+        assert "hint: `ffserve stage URL -o DIRECTORY`" in capsys.readouterr().err
+    assert run(["convert", f"{server.url}/none/", str(tmp_path / "none.ffr")]) == 2
+
+
+def test_a_package_that_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["verify", "oss://bucket/a.ffr"]) == 2
+    said = capsys.readouterr().err
+    assert "error: oss://bucket/a.ffr: the protocol oss:// needs a package that is missing" in said
+    assert "ossfs" in said and "pip install fsspec" not in said
+
+
+def test_the_index_of_a_remote_file_comes_into_the_store(
+    server: HttpOrigin, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = served(server, tmp_path, "tfrecord", samples_of(50, 400))
+    assert run(["index", url]) == 0
+    assert "1 file indexed, 50 samples" in capsys.readouterr().out
+    total = server.total
+    assert run(["index", "--json", url]) == 0
+    [facts] = json.loads(capsys.readouterr().out)
+    assert facts["index"].startswith(str(tmp_path / "store"))
+    assert facts["samples"] == 50
+    assert run(["index", "--renew", url]) == 0
+    assert server.total == total
+    assert run(["index", served(server, tmp_path, "ffrecord", samples_of(5, 10), "b")]) == 0
+    assert "1 file with tables" in capsys.readouterr().out
+
+
+def test_many_files_are_opened_at_the_same_time(server: HttpOrigin, tmp_path: Path) -> None:
+    """At most 16 were, and the first 64 KiB of each stayed in memory until all were open."""
+    content = record_file(tmp_path, "ffrecord", samples_of(60, 2000))
+    many = [server.put(f"n{k:03}.ffr", content) for k in range(400)]
+    server.held.update(f"n{k:03}.ffr" for k in range(100))
+    lengths: list[int] = []
+
+    def opened() -> None:
+        with ffserve.open(many, server="off") as reader:
+            lengths.append(len(reader))
+
+    thread = threading.Thread(target=opened)
+    tracemalloc.start()
+    try:
+        thread.start()
+        until(lambda: server.answering >= OPENED_AT_ONCE, "the first ones are on their way")
+        time.sleep(0.2)
+        assert server.answering == OPENED_AT_ONCE
+        server.held.clear()
+        thread.join(60)
+        assert lengths == [400 * 60]
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
 
 
 # ---- a daemon that is started --------------------------------------------------------------------
+
+
+def test_a_daemon_of_ones_own_does_not_look_for_what_its_user_has_found(
+    server: HttpOrigin, tmp_path: Path, started: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(started, monkeypatch)
+    content = record_file(tmp_path, "ffrecord", samples_of(6, 2000))
+    many = [server.put(f"n{k}.ffr", content) for k in range(20)]
+    with ffserve.open(many) as reader:
+        assert (len(reader), reader.source[:6]) == (120, "daemon")
+    assert server.requests["HEAD"] == 20 + 1
 
 
 @pytest.mark.stores

@@ -138,9 +138,8 @@ def run_in(
         steps.append(f"mount -o remount,bind,ro {merged}{target}")
     steps.append("mount -t proc proc merged/proc")
     steps.append("ip link set lo up 2>/dev/null || true")
-    steps.append(
-        f'exec env -i {shlex.join(f"{k}={v}" for k, v in environment.items())} chroot merged "$@"'
-    )
+    given = shlex.join(f"{k}={v}" for k, v in environment.items())
+    steps.append(f'exec env -i {given} "$(command -v chroot)" merged "$@"')
     namespaces = ["--user", "--map-root-user", "--mount", "--pid", "--net", "--fork"]
     prepared = ["unshare", *namespaces, "--kill-child", "sh", "-ec", "\n".join(steps), "sh"]
     done = subprocess.run(

@@ -11,11 +11,15 @@ from pathlib import Path
 
 import pytest
 from daemon import Daemon
+from shared_cache import shared_cache
 
 import ffserve
-from ffserve.store import fetching
+from ffserve.store import cache_network, fetching
+from ffserve.store.cache_network import CacheNetwork
+from ffserve.store.credentials import Access, collect
 from ffserve.store.directory import Store
 from ffserve.store.fetching import Fetcher, Patience
+from ffserve.store.origin import RemoteFile, identify
 
 BLOCK = 64 << 10
 
@@ -56,6 +60,22 @@ def written(tmp_path: Path, name: str, seed: int, count: int = 300) -> tuple[Pat
         for sample in samples:
             writer.write(sample)
     return path, samples
+
+
+def read_by_a_cache(url: str, content: bytes) -> None:
+    """Read an object by a cache, which has to fetch it with a signed URL and nothing else."""
+    access = Access(collect([url]))
+    with shared_cache() as cache:
+        network = CacheNetwork(cache.address)
+        cache_network.choose(network)
+        try:
+            file = RemoteFile(identify(url, access), access, BLOCK)
+            assert file.read(0, len(content)) == content
+            assert file.read(7, 99) == content[7:99]
+        finally:
+            cache_network._chosen.clear()
+        assert len(cache.asked) == 2 and network.faults == 0
+        assert not any("authorization" in each.headers for each in cache.asked)
 
 
 def reading_daemon(tmp_path: Path, *options: str) -> Daemon:

@@ -65,6 +65,10 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "store.size": ("33MiB", 33 << 20),
     "store.common": (["s3://a", "https://b:8443"], ("s3://a", "https://b:8443")),
     "store.access": ("own", "own"),
+    "store.cache": ("unix:/run/cache.sock", "unix:/run/cache.sock"),
+    "store.cache_certificate": ("/tls/own.pem", "/tls/own.pem"),
+    "store.cache_key": ("/tls/own.key", "/tls/own.key"),
+    "store.cache_ca": ("/tls/ca.pem", "/tls/ca.pem"),
 }
 """Every key, a value that is not the default, and what the setting is then."""
 
@@ -320,6 +324,8 @@ def test_the_example_file_has_every_key_with_its_text_and_default(tmp_path: Path
         ('store.directory = "x"', "store.directory: expected an absolute path"),
         ('store.size = "1M"', "store.size: expected at least"),
         ('store.common = ["s3://a/b"]', "store.common: invalid origin 's3://a/b'"),
+        ('store.cache = "host:80"', "store.cache: invalid address of a cache 'host:80'"),
+        ('store.cache = "https://host:80/x"', "store.cache: invalid address of a cache"),
         ('store.access = "all"', "store.access: expected one of passed, own, not 'all'"),
         ("store = 3", "unknown key 'store'"),
         ("depth = ", "invalid TOML"),

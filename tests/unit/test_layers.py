@@ -27,7 +27,7 @@ LAYERS = {
     # packed folders, remote files, data sets
     "store": "limits config engine formats disk system",
     "dataset": "engine formats disk store",
-    "writer": "formats disk",
+    "writer": "formats disk store",
     "folders": "engine system disk store writer",
     # the daemon
     "cache": "limits reads engine formats system",
@@ -44,10 +44,11 @@ LAYERS = {
     # what programs use
     "compat": "system formats dataset disk folders writer reader store ffserve",
     "example": "formats arrow dataset reader",
-    "convert": "system engine formats dataset disk writer reader folders example ffserve",
+    "convert": "system engine formats dataset disk writer reader store folders example inputs "
+    "ffserve",
     "torch": "order mixture packing engine client ffserve",
-    "spark": "arrow",
-    "ray": "formats arrow reader",
+    "spark": "arrow store",
+    "ray": "formats arrow reader store",
     "testing": "engine formats reads",
     "package": "folders compat",
     "fileio recordio utils": "compat",
@@ -87,7 +88,7 @@ DOORS = {
         "arrow cli compat convert doctor inputs view",
         "files are opened, and errors of the system become ours, in one way",
     ),
-    "disk.output": ("arrow bench compat convert inputs", "output is complete or absent"),
+    "disk.output": ("arrow bench compat inputs", "output is complete or absent"),
     "disk.shardfile": ("arrow cli", "tables are read by block, shown, and written as index files"),
     "engine.codec": ("arrow convert doctor", "checksums of frames that are not read as samples"),
     "engine.example": ("arrow cli torch", "Examples are decoded to columns in C, or described"),
@@ -104,7 +105,10 @@ DOORS = {
     ),
     "server.status.overview": ("cli", "`status` and `top` show it"),
     "server.users.access": ("doctor view", "which files are taken, and who may read them"),
-    "store.public": ("arrow cli inputs", "remote files are found, read, copied and written"),
+    "store.public": (
+        "arrow cli convert inputs ray spark",
+        "remote files are found, read, copied and written",
+    ),
     "store.urls": ("arrow cli compat view", "what is a URL, and how it is shown"),
     "system.capabilities": ("doctor", "rights of a process are examined"),
     "system.machine_memory": ("doctor", "limits of memory are examined"),

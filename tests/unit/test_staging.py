@@ -7,13 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ffserve.arrow.staged_output import Mode, OutputJob, StagedFile
-from ffserve.errors import ReadError, UsageError
+from ffserve.arrow.staged_output import Mode, OutputJob, StagedFile, job_of
+from ffserve.errors import FFServeError, MissingFile, ReadError, UsageError
+from ffserve.store.public import RemoteDirectory
 
 
 def begin(target: Path, mode: Mode = "append") -> OutputJob:
@@ -214,3 +217,117 @@ def test_a_dead_process_whose_parent_has_not_noticed_is_dead(tmp_path: Path) -> 
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         put(target, "a")
         assert sorted(os.listdir(target)) == ["_SUCCESS", "a"]
+
+
+# ---- at an origin --------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["memory", "local"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Of a new directory: of an object store, which has no rename, and of one with directories."""
+    pytest.importorskip("fsspec")
+    return f"{request.param}://{tmp_path}/out"
+
+
+def begin_at(url: str, mode: Mode = "append") -> OutputJob:
+    return job_of(url).begin(url, mode, pid=os.getpid())
+
+
+def stage_at(job: OutputJob, *places: str) -> list[StagedFile]:
+    attempt = job.attempt()
+    staged = []
+    for place in places:
+        directory, name = os.path.split(place)
+        RemoteDirectory(attempt.path(directory, name)).write("", place.encode())
+        staged.append(StagedFile(attempt.name, directory, name, 1))
+    return staged
+
+
+def put_at(url: str, *places: str, mode: Mode = "append") -> None:
+    job = begin_at(url, mode)
+    job.commit(stage_at(job, *places))
+
+
+def tree_at(url: str) -> list[str]:
+    return RemoteDirectory(url).files("")
+
+
+def test_modes_at_an_origin(url: str) -> None:
+    put_at(url, "k=1/a", "k=2/a", mode="error")
+    assert tree_at(url) == ["_SUCCESS", "k=1/a", "k=2/a"]
+    put_at(url, "k=2/b")
+    assert tree_at(url) == ["_SUCCESS", "k=1/a", "k=2/a", "k=2/b"]
+    put_at(url, "k=2/c", "k=3/c", mode="dynamic")
+    assert tree_at(url) == ["_SUCCESS", "k=1/a", "k=2/c", "k=3/c"]
+    put_at(url, "k=4/d", mode="overwrite")
+    assert tree_at(url) == ["_SUCCESS", "k=4/d"]
+    assert RemoteDirectory(url).read("k=4/d") == b"k=4/d"
+    with pytest.raises(UsageError, match="not empty"):
+        begin_at(url, "error")
+    job = begin_at(url)
+    stage_at(job, "k=5/e")
+    job.discard()
+    assert tree_at(url) == ["_SUCCESS", "k=4/d"]
+    with pytest.raises(ReadError, match="has ended"):
+        job.attempt()
+
+
+@pytest.mark.parametrize("mode", ["append", "overwrite", "dynamic"])
+def test_a_commit_at_an_origin_that_fails_changes_nothing(url: str, mode: Mode) -> None:
+    put_at(url, "k=1/a", "k=2/a")
+    before = tree_at(url)
+    job = begin_at(url, mode)
+    staged = stage_at(job, "k=1/b", "k=3/b", "k=4/b")
+    RemoteDirectory(job.root).delete([f"{staged[-1].attempt}/k=4/b"])
+    with pytest.raises(MissingFile):
+        job.commit(staged)
+    job.discard()
+    assert tree_at(url) == before
+
+
+@pytest.mark.parametrize("mode", ["append", "overwrite", "dynamic"])
+def test_a_commit_at_an_origin_is_whole_or_nothing(
+    url: str, mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of its calls is the last: the next job undoes or completes it."""
+    after = {
+        "append": ["_SUCCESS", "k=1/a", "k=1/b", "k=2/a", "k=3/b"],
+        "overwrite": ["_SUCCESS", "k=1/b", "k=3/b"],
+        "dynamic": ["_SUCCESS", "k=1/b", "k=2/a", "k=3/b"],
+    }[mode]
+    seen, call = set[bool](), RemoteDirectory._call
+    for last in range(60):
+        target = f"{url}-{last}"
+        put_at(target, "k=1/a", "k=2/a")
+        before = tree_at(target)
+        job = begin_at(target, mode)
+        staged = stage_at(job, "k=1/b", "k=3/b")
+        left = last
+
+        def limited(self: RemoteDirectory, attempt: Callable[[], Any]) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise ReadError("the origin is gone")
+            return call(self, attempt)
+
+        monkeypatch.setattr(RemoteDirectory, "_call", limited)
+        try:
+            job.commit(staged)
+            done = True
+        except FFServeError:
+            done = False
+        monkeypatch.undo()
+        place = RemoteDirectory(target)
+        if owner := place.read(f"_temporary/{job.id}/owner.json"):  # as if its driver were dead
+            changed = {**json.loads(owner), "boot": "another"}
+            place.write(f"_temporary/{job.id}/owner.json", json.dumps(changed).encode())
+        begin_at(target).discard()
+        found = tree_at(target)
+        assert found in (before, after), (last, found)
+        assert found == after or not done
+        seen.add(found == after)
+        if done:
+            break
+    assert done
+    assert seen == {True, False}

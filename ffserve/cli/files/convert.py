@@ -68,7 +68,7 @@ def convert(
     IN are record files of any format, directories of them, patterns, tar files (WebDataset), .npy
     arrays (a row is a record), .txt and .jsonl files (a line is a record), directories of other
     files (a file is a record), or what other packages write, read by these: MDS, litData,
-    ArrayRecord, Parquet, Arrow, LMDB, HDF5.
+    ArrayRecord, Parquet, Arrow, LMDB, HDF5. Record files, tar files, text and OUT may be URLs.
 
     Names are kept: FFRecord stores them in an additional sample at the end; in tar they are those
     of the members; in the other formats, files that share a name up to its first dot become one

@@ -26,10 +26,11 @@ def index(
 ) -> int:
     """Scan files that have no tables of their own (TFRecord), and write index files.
 
-    FILES are files, directories or patterns. The index of a file is written beside it as
-    .NAME.ffx, or in the user's cache directory if its directory is not writable. An index is
-    checked before it is used, and rewritten when its file has changed. Files are also indexed when
-    they are first opened; this command does it in advance, for all users.
+    FILES are files, directories, patterns or URLs. The index of a file is written beside it as
+    .NAME.ffx, or in the user's cache directory if its directory is not writable; that of a remote
+    file comes into your store, with the file itself. An index is checked before it is used, and
+    rewritten when its file has changed. Files are also indexed when they are first opened; this
+    command does it in advance, and beside a file for all users.
 
     \b
       ffserve index /data/tfrecords
@@ -37,8 +38,7 @@ def index(
     from ffserve.dataset.paths import expand_paths
     from ffserve.disk.shardfile import write_index_file
     from ffserve.formats import suffixes
-    from ffserve.store.urls import is_url
-    from ffserve.store.urls import shown as shown_url
+    from ffserve.store.public import is_url, keep_index
 
     def scan(path: str) -> dict[str, Any]:
         done = 0
@@ -48,14 +48,9 @@ def index(
             shown.advance(end - done)
             done = end
 
+        write = keep_index if is_url(path) else write_index_file
         try:
-            if is_url(path):
-                raise UsageError(
-                    "index files are written for local files only",
-                    path=shown_url(path),
-                    hint="a daemon keeps the index of a remote file in its store",
-                )
-            found = write_index_file(path, format_name, renew=renew, seen=seen)
+            found = write(path, format_name, renew=renew, seen=seen)
         except FFServeError as error:
             if isinstance(error, UsageError) and error.path is None:  # about the options
                 raise

@@ -221,7 +221,7 @@ def inspect(files: tuple[str, ...], format_name: str | None, as_json: bool) -> i
     """Show samples, sizes, checksums and names of record files.
 
     Only metadata are read and checked; of TFRecord files also the first record, whose features are
-    shown. FILES are files, directories or patterns. The exit code is
+    shown. FILES are files, directories, patterns or URLs. The exit code is
     1 if a file is not a valid record file, and 2 if files are missing or not readable.
 
     \b

@@ -104,8 +104,8 @@ def _show(lines: Iterator[str]) -> None:
 def ls(file: str, start: int, count: int | None, format_name: str | None, as_json: bool) -> int:
     """List the samples of a record file: index, size in bytes, checksum, and name.
 
-    FILE is a file, a directory or a pattern. A file made by 'ffserve pack' has names. Of a tar
-    file the members are listed, by their numbers; it has no checksums of them.
+    FILE is a file, a directory, a pattern or a URL. A file made by 'ffserve pack' has names. Of
+    a tar file the members are listed, by their numbers; it has no checksums of them.
     Samples are not read, except to learn their sizes in RecordIO. The
     checksum is the one that the file stores, in RecordIO of the whole chunk. If the names are
     damaged, the list has none, and the exit code is 1.

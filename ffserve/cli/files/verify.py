@@ -104,9 +104,9 @@ def _verify_file(path: str, format_name: str | None, findings: _Findings) -> Non
 def verify(files: tuple[str, ...], jobs: int, format_name: str | None, as_json: bool) -> int:
     """Read all samples and check their checksums.
 
-    FILES are files, directories or patterns. A line is written for each damaged sample and each
-    unreadable file; the others are still read. The exit code is 1 if there is any damage, and 2 if
-    files are missing or not readable.
+    FILES are files, directories, patterns or URLs. A line is written for each damaged sample and
+    each unreadable file; the others are still read. The exit code is 1 if there is any damage, and
+    2 if files are missing or not readable.
 
     \b
       ffserve verify /data/shards && echo intact

@@ -14,6 +14,7 @@ from ffserve.errors import UsageError
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
 WARM_EPOCHS, EPOCHS = 3, 2
+MOST_SAMPLES = 5_000_000
 SIZES = 2048, 1 << 20
 DISK_BLOCK = 512
 """Alignment of the simulated disk's reads."""
@@ -22,6 +23,7 @@ SMALLEST = 300
 
 
 @click.command()
+@click.argument("paths", nargs=-1, metavar="[PATH]...")
 @click.option(
     "--jobs", "job_count", default=2, show_default=True, type=click.IntRange(1, 64),
     help="Number of jobs.",
@@ -31,13 +33,14 @@ SMALLEST = 300
     help="Arena / data set, such as 0.25; may be repeated.  [default: 0.1 to 0.9]",
 )  # fmt: skip
 @click.option(
-    "--samples", default=20_000, show_default=True, type=click.IntRange(1000, 5_000_000),
-    help="Samples of the data set; in a small one, what is prefetched counts more.",
+    "--samples", type=click.IntRange(1000, MOST_SAMPLES),
+    help="Samples of the data set; in a small one, what is prefetched counts more."
+    "  [default: those of PATH, else 20000]",
 )  # fmt: skip
 @click.option(
     "--sample-size", "size", metavar="SIZE",
     help="Size of a sample, such as 8KiB: counts the unused parts of slots and slabs."
-    "  [default: there are none]",
+    "  [default: the mean of PATH, else there are none]",
 )  # fmt: skip
 @click.option(
     "--speeds",
@@ -64,9 +67,10 @@ SMALLEST = 300
 )
 @click.option("--json", "as_json", is_flag=True, help="Write the result as JSON.")
 def simulate(
+    paths: tuple[str, ...],
     job_count: int,
     shares: tuple[float, ...],
-    samples: int,
+    samples: int | None,
     size: str | None,
     speeds: str | None,
     same_seed: bool,
@@ -85,12 +89,17 @@ def simulate(
 
     \b
       ffserve simulate --jobs 4 --cache 0.25
+      ffserve simulate 's3://bucket/train-*.ffr' --jobs 4 --cache 0.25
       ffserve simulate --jobs 2 --speeds 1,0.6 --plot hits.png
       ffserve simulate --jobs 4 --cache 0.1 --same-seed
       ffserve simulate --jobs 4 --cache 0.5 --prepare-ms 2 --sample-size 30KiB
     """
     paces = _paces(speeds, job_count)
     sample_size = _sample_size("--sample-size", size)
+    if paths:
+        count, mean = _samples_of(paths)
+        samples = samples or min(count, MOST_SAMPLES)
+        sample_size = sample_size or (mean if SIZES[0] <= mean <= SIZES[1] else None)
     prepared = None
     if prepare_ms is not None:
         prepared = _sample_size("--prepared-size", prepared_size or "150KiB"), prepare_ms / 1000
@@ -98,7 +107,7 @@ def simulate(
         raise UsageError("--prepared-size needs --prepare-ms")
     if plot is not None:
         _check_plot(plot)
-    samples = max(samples, int(SMALLEST / min(shares or SHARES)) + 1)
+    samples = max(samples or 20_000, int(SMALLEST / min(shares or SHARES)) + 1)
     rows = [
         _row(
             samples,
@@ -137,6 +146,15 @@ def simulate(
         ],
     )
     return 0
+
+
+def _samples_of(paths: tuple[str, ...]) -> tuple[int, int]:
+    """Return the number of samples of files, and about their mean size. Raises: FFServeError."""
+    import ffserve
+
+    with ffserve.open(paths, server="off") as reader:
+        sizes = reader.estimates()
+        return len(sizes), int(sizes.sum()) // max(len(sizes), 1)
 
 
 def _sample_size(option: str, text: str | None) -> int | None:

@@ -131,6 +131,8 @@ def _start(path: str, deadline: float) -> None:
     settings += ["--store-access", "own"]
     if size := os.environ.get("FFSERVE_STORE_SIZE"):
         settings += ["--store-size", size]
+    if cache := os.environ.get("FFSERVE_STORE_CACHE"):
+        settings += ["--store-cache", cache]
     alive, held = os.pipe()
     try:
         with _create_log(log_path) as log:

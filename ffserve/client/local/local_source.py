@@ -234,9 +234,13 @@ class LocalSource:
     # ---- reading --------------------------------------------------------------------------
 
     def cached_batch(self, indices: NDArray[Any], out: Bytes | None) -> Batch | LocalRequest | None:
-        """Copy a batch of which all is in the page cache."""
+        """Copy a batch of which all is in the page cache, or in a window."""
         if self._windows is not None:
-            return None
+            target = self._from_window(self._windows, indices, apart=False, out=out)
+            if target is None:
+                return None
+            assert target.buffer is not None
+            return Batch(target.buffer, target.offsets)
         if out is None and self._plain and (read := self._tables.batch(indices)) is not None:
             if len(read) == 2:
                 return Batch(*read)
@@ -249,9 +253,11 @@ class LocalSource:
         return Batch(found.target.buffer, found.target.offsets)
 
     def cached_arrays(self, indices: Indices) -> list[Bytes] | LocalRequest | None:
-        """Copy samples that are all in the page cache, each to an array."""
+        """Copy samples that are all in the page cache, or in a window, each to an array."""
         if self._windows is not None:
-            return None
+            numbers = as_int64(indices, self.count)
+            target = self._from_window(self._windows, numbers, apart=True, out=None)
+            return None if target is None else target.arrays
         if places.place is None:
             if not self._plain:
                 return None
@@ -263,6 +269,20 @@ class LocalSource:
             return LocalRequest(left[:0], target, left)
         found = self._read_cached(as_int64(indices, self.count), apart=True, out=None)
         return found if found is None or len(found.left) else found.target.arrays
+
+    def _from_window(
+        self, windows: Windows, indices: NDArray[Any], *, apart: bool, out: Bytes | None
+    ) -> Target | None:
+        """Copy samples out of a window that has been read."""
+        part = windows.take_read(indices)
+        if part is None:
+            return None
+        window, begin, end = part
+        offsets = window.request.target.offsets
+        target = Target(offsets[begin : end + 1] - offsets[begin], apart=apart, out=out)
+        windows.copy([part], target)
+        self._add(len(indices), int(target.offsets[-1]))
+        return target
 
     def _read_cached(
         self, indices: NDArray[Any], *, apart: bool, out: Bytes | None

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 
@@ -34,14 +33,8 @@ from ffserve.reads.shard_tables import How, Tables
 from ffserve.store.fetching import NOW, Threads, identity_of
 from ffserve.store.object_tables import parsed
 from ffserve.store.origin import ObjectVersion
-from ffserve.store.ranges import RangedObject
+from ffserve.store.ranges import RangedObject, at_once
 from ffserve.store.urls import is_url
-
-T = TypeVar("T")
-R = TypeVar("R")
-
-OPENED_AT_ONCE = 16
-"""A source looks up, or opens, this many remote objects at the same time."""
 
 
 class RangedSource(LocalSource):
@@ -70,7 +63,7 @@ class RangedSource(LocalSource):
         objects = [RangedObject(identity) for identity in self.identities]
         how = How(format, verify, tolerant, MAX_CHUNK_SIZE)
         self._parsed = dict(
-            zip(urls, _all(lambda each: _parsed(each, how, seen), objects), strict=True)
+            zip(urls, at_once(lambda each: _parsed(each, how, seen), objects, urls), strict=True)
         )
         by_url = dict(zip(urls, objects, strict=True))
         self._objects = [by_url.get(path) for path in paths]
@@ -99,7 +92,9 @@ class RangedSource(LocalSource):
     def _new_engine(self) -> FetchingEngine:
         fetches = {
             self._files.fd(shard): FetchedFile(
-                opened.ask_all, partial(self._faults.read_wrong, shard)
+                opened.ask_all,
+                partial(opened.ask_all, direct=True),
+                partial(self._faults.read_wrong, shard),
             )
             for shard, opened in enumerate(self._objects)
             if opened is not None
@@ -144,25 +139,21 @@ class RangedSource(LocalSource):
 
 
 def _parsed(opened: RangedObject, how: How, seen: Callable[[int], object] | None) -> formats.Shard:
-    def read() -> formats.Shard:
-        options = {"verify": how.verify, "tolerant": how.tolerant, "seen": seen}
-        return parsed(opened.read_at(), opened.size, opened.shown, how.format, **options)  # type: ignore[arg-type]
+    def read(direct: bool) -> formats.Shard:
+        return parsed(
+            opened.read_at(direct=direct), opened.size, opened.shown, how.format,
+            verify=how.verify, tolerant=how.tolerant, seen=seen,
+        )  # fmt: skip
 
     try:
-        return read()
+        return read(False)
     except FormatError:
-        # Tables may have been damaged on their way: all of their bytes are asked for again.
-        return read()
+        # Tables may have been damaged on their way: all of their bytes are asked of the origin.
+        return read(True)
+    finally:
+        opened.spare()  # the tables of all shards are entered together, when all are here
 
 
 def identified(urls: Sequence[str]) -> tuple[ObjectVersion, ...]:
     """Ask the origins for the present versions, several at once."""
-    return tuple(_all(identity_of, urls))
-
-
-def _all(call: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """Return the results of calls, several at once. Raises: the error of the first that failed."""
-    if len(items) < 2:
-        return [call(item) for item in items]
-    with ThreadPoolExecutor(min(len(items), OPENED_AT_ONCE)) as pool:
-        return list(pool.map(call, items))
+    return tuple(at_once(identity_of, urls, urls))

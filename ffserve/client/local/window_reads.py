@@ -24,6 +24,7 @@ from itertools import chain
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ffserve.client.source import Target
 from ffserve.dtypes import Int64s
@@ -110,6 +111,20 @@ class Windows:
             begin += end
 
     # ---- a program that reads -------------------------------------------------------------
+
+    def take_read(self, indices: NDArray[Any]) -> Part | None:
+        """Return where samples come from that are the next ones of a window that has been read;
+        None: `take` has to look. indices: any array."""
+        with self._lock:
+            if not self._begun or indices.dtype != np.int64 or indices.ndim != 1:
+                return None
+            window, begin, end = self._begun[0], self._position, self._position + len(indices)
+            if window.errors != {} or not window.begin <= begin < end <= window.end:
+                return None
+            if self._order[begin:end].tobytes() != indices.tobytes():
+                return None
+            self._position = end
+            return window, begin - window.begin, end - window.begin
 
     def take(self, indices: Int64s) -> list[Part] | None:
         """Return where samples come from; None: they are not the next ones of the order."""

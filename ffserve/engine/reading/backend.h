@@ -23,8 +23,8 @@
  * passed to a kernel thread, because the block layer does not split non-blocking requests. */
 #define FFS_BOUNCE_SIZE ((uint64_t)256 << 10)
 /* All engines of a process together keep at most so many bounce buffers when their reads have ended:
- * one and a half times what an engine of depth 128 has in flight (BOUNCES_KEPT in limits.py). */
-#define FFS_BOUNCES_KEPT 192
+ * those of one engine of depth 128 (BOUNCES_KEPT in limits.py). */
+#define FFS_BOUNCES_KEPT 256
 #define FFS_ALIGNMENT_MAX ((uint32_t)128 << 10)
 /* The arena is registered in pieces of this size. The kernel takes up to 1 GiB as one buffer, but
  * the I/O thread stops while it pins one. */

@@ -37,7 +37,9 @@ from ffserve.formats.base import Admit, ChunkedShard, ForetoldReadAt, Shard
 from ffserve.limits import ASKED_AT_ONCE, MOST_ORIGINS, MOST_TAG, MOST_URL
 from ffserve.protocol import EVERY
 from ffserve.server.users.peers import OWN, Account, Owner, Peer, account_of
+from ffserve.store import cache_network
 from ffserve.store.blocks import PRESENT, StoredObject
+from ffserve.store.cache_network import CacheNetwork
 from ffserve.store.credentials import Access, forget_own_settings, quieten_packages, served
 from ffserve.store.directory import Store, name_of, usual_limit
 from ffserve.store.fetching import MOST_ALIKE, Fetcher, OpenObject, Patience
@@ -116,6 +118,8 @@ class RemoteFiles:
         self.own = config.store_access == "own"
         """Whether it reads for its own user alone, with that user's credentials."""
         self.directory = config.store_directory
+        self.cache = _cache(config)
+        cache_network.choose(self.cache)
         self.fetcher = Fetcher(lambda: self._made_store(_limit(config)), Patience(GIVE_UP_S))
         self.protocols = travelling(installed=True)
         """The protocols that WELCOME offers."""
@@ -127,6 +131,8 @@ class RemoteFiles:
         else:
             forget_own_settings()
             self.fetcher.store  # noqa: B018 - its first use opens it
+        self._reached = set[str]()
+        """Places at which a daemon that reads for its own user has found an object."""
         self._instance = secrets.token_hex(8)
         """It differs for each daemon, also for one that has the memory of its predecessor."""
         self._lock = threading.Lock()
@@ -220,6 +226,11 @@ class RemoteFiles:
 
     def _check(self, wanted: Sequence[WantedFile], peer: Peer) -> None:
         """Ask origins whether a peer may read these versions."""
+        if self.own:
+            # The client, which is this user, has just found them at their origins; one of each
+            # origin shows that the daemon can read there as well.
+            new = {one.place: one for one in wanted if one.place not in self._reached}
+            wanted = list(new.values())
 
         def ask(one: WantedFile) -> None:
             url = one.identity.url
@@ -236,6 +247,8 @@ class RemoteFiles:
                 raise changed(url)
 
         _for_all(ask, wanted)
+        if self.own:
+            self._reached.update(one.place for one in wanted)
 
     def parse(
         self,
@@ -408,6 +421,7 @@ def identity_from(
 def try_store(config: ServerConfig) -> None:
     """Open the store and close it. Raises: UsageError, AccessDenied, ReadError: it cannot be
     used."""
+    _cache(config)
     if config.store_directory and config.store_access != "own":
         Store(config.store_directory, _limit(config)).abandon()
 
@@ -417,16 +431,41 @@ def _limit(config: ServerConfig) -> int:
     return usual_limit(config.store_directory) if size is None else size
 
 
+def _cache(config: ServerConfig) -> CacheNetwork | None:
+    """Return the cache network that is set. Raises: UsageError: it cannot be used."""
+    address, files = config.store_cache, [
+        config.store_cache_certificate, config.store_cache_key, config.store_cache_ca
+    ]  # fmt: skip
+    if any(files) and not address.startswith("https://"):
+        raise UsageError(
+            "a certificate, a key or an authority is set for a cache that is not reached by https",
+            hint="write store.cache = 'https://HOST:PORT', or remove them",
+        )
+    if not address:
+        return None
+    try:
+        return CacheNetwork(address, *files)
+    except OSError as error:  # of TLS as well
+        raise UsageError(
+            f"the certificate, key or authorities of store.cache cannot be used: {error}",
+            hint="check these files, and whether the daemon's user may read them",
+        ) from error
+
+
 def store_facts(remote: RemoteFiles | None) -> dict[str, Any]:
     """Return the state of the store for STATUS; sizes in bytes."""
-    if remote is None or not remote.fetcher.has_store:
-        directory = "" if remote is None else remote.directory
-        return {"directory": directory, "limit": 0, "used": 0, "fetched": 0, "evicted": 0}
-    store, fetcher = remote.fetcher.store, remote.fetcher
-    return {
-        "directory": remote.directory,
-        "limit": int(store.limit),
-        "used": store.used,
-        "fetched": fetcher.fetched,
-        "evicted": store.evictions,
+    cache = None if remote is None else remote.cache
+    facts = {
+        "directory": "" if remote is None else remote.directory,
+        "limit": 0,
+        "used": 0,
+        "fetched": 0,
+        "evicted": 0,
+        "from_cache": 0 if cache is None else cache.sent,
+        "cache_faults": 0 if cache is None else cache.faults,
     }
+    if remote is not None and remote.fetcher.has_store:
+        store = remote.fetcher.store
+        facts |= {"limit": int(store.limit), "used": store.used, "evicted": store.evictions}
+        facts["fetched"] = remote.fetcher.fetched
+    return facts

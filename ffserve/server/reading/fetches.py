@@ -25,6 +25,7 @@ import errno
 import logging
 import math
 import os
+import random
 import threading
 import time
 from collections import defaultdict, deque
@@ -787,7 +788,8 @@ class Fetches:
         rate = max(progress.rate(now), LEAST_RATE)
         left = int(min(store.limit / 4, MOST_FETCHED_AHEAD))
         for place, remote, first, count in _upcoming(numbers, shards, least):
-            due, stored = time.time() + place / rate, remote.stored
+            ahead_s, stored = place / rate, remote.stored
+            due = time.time() + ahead_s
             blocks = np.arange(first, first + count)
             remote.worth[blocks] = due + SOON_S
             stored.state.uses[blocks] = min(int(due) + 1, LATEST)
@@ -802,7 +804,9 @@ class Fetches:
             most_queued = MOST_QUEUED // 4 if small else MOST_QUEUED
             if new and self._fetcher.queued_count(opened) >= most_queued:
                 break
-            asked = self._fetcher.ask(opened, new, due, due)
+            # Nodes with the same order would ask a cache network for the same block at once.
+            early = random.uniform(0.5, 1.0) if opened.remote.is_cached else 1.0
+            asked = self._fetcher.ask(opened, new, due - (1.0 - early) * ahead_s, due)
             for future, some in by_future(asked).items():
                 future.add_done_callback(partial(_note_refusal, refused, stored, some))
 

@@ -208,7 +208,9 @@ def _store(state: ServerState) -> Iterator[Metric]:
     facts = store_facts(state.files.remote)
     yield _gauge("store_used_bytes", "Blocks of remote files on disk.", facts["used"], "bytes")
     yield _gauge("store_limit_bytes", "Limit of these.", facts["limit"], "bytes")
-    yield _counter("fetched_bytes", "Bytes that came from origins.", facts["fetched"])
+    yield _counter("fetched_bytes", "Bytes of remote files that came.", facts["fetched"])
+    yield _counter("cache_bytes", "Of these, from the cache network.", facts["from_cache"])
+    yield _counter("cache_faults", "Answers of the cache not used.", facts["cache_faults"])
     yield _counter("store_evicted_blocks", "Blocks evicted from disk.", facts["evicted"])
 
 

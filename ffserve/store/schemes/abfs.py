@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from urllib.parse import quote, urlencode
 
 from ffserve.store import urls
+from ffserve.store.cache_network import SIGNED_S, SignedUrl
 from ffserve.store.schemes.scheme import Options, cannot_pass, refuse_others
 from ffserve.store.web import Answer, StatusError, Web, address_of
 from ffserve.store.web_files import Objects, Page, RenewedOptions, WebScheme, text
@@ -192,6 +193,19 @@ class AzureObjects(Objects):
             given["Authorization"] = f"Bearer {token}"
         return self.web.request(method, url, given, body)
 
+    def signed(self, options: Options, path: str, tag: str) -> SignedUrl | None:
+        url = f"{self._address}/{quote(path, safe='/~')}"
+        if signature := options.get("sas_token", "").lstrip("?"):
+            return SignedUrl(f"{url}?{signature}", secret=True)
+        if "account_key" not in options:
+            return None if options.get("token") or "client_secret" in options else SignedUrl(url)
+        until = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + SIGNED_S))
+        blob = f"/blob/{options['account_name']}/{path}"
+        lines = ["r", "", until, blob, "", "", "", _VERSION, "b", *7 * [""]]
+        query = {"sv": _VERSION, "sr": "b", "sp": "r", "se": until}
+        query["sig"] = _keyed(options, lines)
+        return SignedUrl(f"{url}?{urlencode(query, quote_via=quote, safe='')}")
+
     def put(self, path: str, size: int, body: Callable[[], bytes | Iterable[bytes]]) -> None:
         headers = {"Content-Length": str(size), "x-ms-blob-type": "BlockBlob"}
         self.done(self.ask("PUT", path, headers=headers, body=body))
@@ -224,9 +238,14 @@ def _signed(
     path = address_of(url).path.partition("?")[0]
     lines.append(f"/{options['account_name']}{path}")
     lines += [f"{name.lower()}:{query[name]}" for name in sorted(query)]
+    return f"SharedKey {options['account_name']}:{_keyed(options, lines)}"
+
+
+def _keyed(options: Options, lines: Iterable[str]) -> str:
+    """Return the signature of lines by the key of an account."""
     key = base64.b64decode(options["account_key"])
     signature = hmac.new(key, "\n".join(lines).encode(), "sha256").digest()
-    return f"SharedKey {options['account_name']}:{base64.b64encode(signature).decode()}"
+    return base64.b64encode(signature).decode()
 
 
 SCHEME = AzureBlobs()

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from urllib.parse import unquote, urljoin, urlsplit
 
 from ffserve.limits import MOST_PAGE_SIZE
+from ffserve.store.cache_network import SignedUrl
 from ffserve.store.schemes.scheme import Options, listing_too_long, refuse_others, without_none
 from ffserve.store.web import Answer, StatusError, Web
 from ffserve.store.web_files import Facts, RenewedOptions, WebFiles, WebScheme
@@ -60,6 +61,12 @@ class HttpFiles(WebFiles):
             user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             given.setdefault("Authorization", f"Basic {b64encode(user.encode()).decode()}")
         return self.web.request(method, path, given, body, follow=True)
+
+    def signed(self, options: Options, path: str, tag: str) -> SignedUrl | None:
+        parts = urlsplit(path)
+        if options.get("headers") or parts.username:
+            return None  # they may be credentials
+        return SignedUrl(path, secret=bool(parts.query))
 
     def info(self, path: str) -> Facts:
         try:

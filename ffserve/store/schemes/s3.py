@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from urllib.parse import quote
 
 from ffserve.store import urls
+from ffserve.store.cache_network import SIGNED_S, SignedUrl
 from ffserve.store.schemes.scheme import Options, cannot_pass, refuse_others, without_none
 from ffserve.store.web import Answer, Web, address_of
 from ffserve.store.web_files import Objects, RenewedOptions, WebScheme
@@ -118,6 +119,16 @@ class S3Objects(Objects):
         self, options: Options, method: str, path: str, query: Mapping[str, str],
         headers: Mapping[str, str], body: bytes | Iterable[bytes],
     ) -> Answer:  # fmt: skip
+        url, region = self._url(options, path, query)
+        given = dict(headers)
+        if options.get("requester_pays"):
+            given["x-amz-request-payer"] = "requester"
+        if "key" in options:
+            given |= self._signed(options, region, method, url, given, body)
+        return self.web.request(method, url, given, body)
+
+    def _url(self, options: Options, path: str, query: Mapping[str, str]) -> tuple[str, str]:
+        """Return the URL of a file, and the region that it is in."""
         bucket, _, key = path.partition("/")
         place = options.get("endpoint_url", ""), options.get("region", "us-east-1")
         asked = bucket, options.get("addressing_style", "auto"), *place
@@ -126,13 +137,26 @@ class S3Objects(Objects):
         address, region = self._addresses[asked]
         names = sorted(query)
         text = "&".join(f"{quote(name, safe='')}={quote(query[name], safe='')}" for name in names)
-        url = f"{address}/{quote(key, safe='/~')}{'?' if text else ''}{text}"
-        given = dict(headers)
-        if options.get("requester_pays"):
-            given["x-amz-request-payer"] = "requester"
-        if "key" in options:
-            given |= self._signed(options, region, method, url, given, body)
-        return self.web.request(method, url, given, body)
+        return f"{address}/{quote(key, safe='/~')}{'?' if text else ''}{text}", region
+
+    def signed(self, options: Options, path: str, tag: str) -> SignedUrl:
+        query = {"x-amz-request-payer": "requester"} if options.get("requester_pays") else {}
+        url, region = self._url(options, path, query)
+        if "key" not in options:
+            return SignedUrl(url)
+        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        query |= {
+            "X-Amz-Algorithm": "AWS4-HMAC-SHA256", "X-Amz-Date": stamp,
+            "X-Amz-Credential": f"{options['key']}/{stamp[:8]}/{region}/s3/aws4_request",
+            "X-Amz-Expires": str(SIGNED_S), "X-Amz-SignedHeaders": "host",
+        }  # fmt: skip
+        if "token" in options:
+            query["X-Amz-Security-Token"] = options["token"]
+        url = self._url(options, path, query)[0]
+        request = "GET", url, {"host": address_of(url).place}, "UNSIGNED-PAYLOAD"
+        return SignedUrl(
+            f"{url}&X-Amz-Signature={self._signature(options, region, stamp, *request)}"
+        )
 
     def _address(self, bucket: str, style: str, endpoint: str, region: str) -> tuple[str, str]:
         """Return the URL of a bucket, and its region."""
@@ -160,10 +184,22 @@ class S3Objects(Objects):
         signed |= {"host": to.place, "x-amz-content-sha256": content, "x-amz-date": stamp}
         if "token" in options:
             signed["x-amz-security-token"] = options["token"]
-        names = sorted(signed)
+        signature = self._signature(options, region, stamp, method, url, signed, content)
+        signed["Authorization"] = (
+            f"AWS4-HMAC-SHA256 Credential={options['key']}/{stamp[:8]}/{region}/s3/aws4_request, "
+            f"SignedHeaders={';'.join(sorted(signed))}, Signature={signature}"
+        )
+        return signed
+
+    def _signature(
+        self, options: Options, region: str, stamp: str, method: str, url: str,
+        headers: Mapping[str, str], content: str,
+    ) -> str:  # fmt: skip
+        """Return the signature of a request. Args: headers: those that are signed."""
+        names = sorted(headers)
         listed = ";".join(names)
-        path, _, query = to.path.partition("?")
-        lines = "".join(f"{name}:{signed[name]}\n" for name in names)
+        path, _, query = address_of(url).path.partition("?")
+        lines = "".join(f"{name}:{headers[name]}\n" for name in names)
         digest = hashlib.sha256(
             f"{method}\n{path}\n{query}\n{lines}\n{listed}\n{content}".encode()
         ).hexdigest()
@@ -174,14 +210,8 @@ class S3Objects(Objects):
             for part in scope:
                 key = hmac.digest(key, part.encode(), "sha256")
             self._key = made, key
-        told = "/".join(scope)
-        message = f"AWS4-HMAC-SHA256\n{stamp}\n{told}\n{digest}"
-        signature = hmac.digest(self._key[1], message.encode(), "sha256").hex()
-        signed["Authorization"] = (
-            f"AWS4-HMAC-SHA256 Credential={options['key']}/{told}, SignedHeaders={listed}, "
-            f"Signature={signature}"
-        )
-        return signed
+        message = f"AWS4-HMAC-SHA256\n{stamp}\n{'/'.join(scope)}\n{digest}"
+        return hmac.digest(self._key[1], message.encode(), "sha256").hex()
 
 
 SCHEME = S3()

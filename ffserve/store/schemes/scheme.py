@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
 from ffserve.errors import ReadError
+from ffserve.limits import ASKED_AT_ONCE
 
 BROKEN = {errno.EPIPE, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT, errno.EIO,
           errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED}  # fmt: skip
@@ -39,6 +40,7 @@ USER_SETTINGS = (
     "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY",
 )  # fmt: skip
 """Environment variables from which packages of every scheme take settings."""
+_USER_SETTINGS = frozenset(name.encode() for name in USER_SETTINGS)
 Options: TypeAlias = dict[str, Any]
 
 
@@ -62,10 +64,14 @@ class OpenVersion:
         fetch: returns the bytes [start, end), and what is known of the version that they belong to;
             None: its caller looks at the object again. Raises: what the package raises.
         shared: whether threads may use it at the same time.
+        cached: does the same by a cache of `cache_network.py`, and returns None if that cannot be
+            asked. route: whether this cache works.
     """
 
     fetch: Callable[[int, int], tuple[bytes, dict[str, Any] | None]]
     shared: bool = False
+    cached: Callable[[Any, int, int], tuple[bytes, dict[str, Any]] | None] | None = None
+    route: Any = None
 
 
 class Scheme:
@@ -91,6 +97,9 @@ class Scheme:
     in_process: ClassVar[bool] = False
     """Whether the files are in the memory of one process."""
 
+    cached: ClassVar[bool] = False
+    """Whether a cache network may have the files."""
+
     # ---- packages ----
     package: ClassVar[str | None] = "fsspec"
     """The package that a user installs, as an argument of `pip install`."""
@@ -100,6 +109,9 @@ class Scheme:
     """Loggers of the packages. Their lines below warnings contain headers of requests."""
 
     # ---- waiting ----
+    at_once: ClassVar[int] = ASKED_AT_ONCE
+    """Files that a process without a daemon opens at the same time. With more than ASKED_AT_ONCE
+    each is read by the thread that opens it: threads share the connections."""
     connect_s: ClassVar[float] = 10.0
     """An origin that does not accept a connection for this long has failed."""
     silent_s: ClassVar[float] = 30.0
@@ -283,11 +295,10 @@ def set_variables(prefixes: Iterable[str]) -> dict[str, str]:
 
     Args: prefixes: beginnings of the names of those that not all packages read.
     """
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name.upper() in USER_SETTINGS or name.startswith(tuple(prefixes))
-    }
+    # Each file that is opened asks; decoding the whole environment took a fifth of its time.
+    beginnings = tuple(prefix.encode() for prefix in prefixes)
+    found = [n for n in os.environb if n.startswith(beginnings) or n.upper() in _USER_SETTINGS]
+    return {os.fsdecode(name): os.environ[os.fsdecode(name)] for name in found}
 
 
 def listing_too_long(what: str) -> ReadError:
