@@ -73,7 +73,7 @@ class WantedFile(NamedTuple):
     name: str
     place: str
     file: tuple[int, int, int, int, int]
-    parts: bool
+    parts: bool = False
 
 
 @dataclass(slots=True, eq=False)
