@@ -96,7 +96,8 @@ async def _open(
     suffixes = check_options(format, server, on_error)
     found = await in_thread(lambda: expand_paths(paths, suffixes=suffixes))
     tolerant = on_error == "skip"
-    reader = Reader(OpenRequest(found, format, server, verify, tolerant))
+    parts = fields is not None
+    reader = Reader(OpenRequest(found, format, server, verify, tolerant, parts=parts))
     try:
         await reader._here().open()
         await reader._find_folders()

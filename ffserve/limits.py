@@ -17,8 +17,8 @@ limit of all users.
 - tables of prepared samples: four fifths of 1 part in PREPARED_SHARE of the arena (at least of
   LEAST_PREPARED_SIZE);
 - bytes on their way from origins, FETCH_SIZE for each of ORIGIN_THREADS requests to each of
-  MOST_ORIGINS: 4 GiB; and 3 KB for each block that waits, POOL_BLOCKS and MOST_QUEUED of announced
-  orders at each of these: 300 MB;
+  MOST_ORIGINS: 4 GiB; and for each run of neighbouring blocks that waits 3 KB, and 200 bytes for
+  each of its blocks, POOL_BLOCKS and MOST_QUEUED of announced orders at each of these: 700 MB;
 - tables of open files, TABLE_SAMPLE_SIZE bytes per sample, and of files that are closed while their
   samples are kept: four fifths of 1 part in TABLES_SHARE of the arena (at least of
   LEAST_TABLES_SIZE, at most of half the memory beside the arena). Of these, MOST_UNBACKED may be
@@ -150,9 +150,11 @@ MOST_LISTED, MOST_PAGE_SIZE = 1 << 22, 256 << 20
 and bytes of a page that lists them; a longer listing, which may have no end, fails."""
 GATE_BLOCKS, POOL_BLOCKS = 256, 1024
 """Blocks that a request waits for at a time (beyond, it is answered in part), and all requests of a
-user at one origin; further ones wait before they ask. A block takes 3 KB until it comes."""
+user at one origin; further ones wait before they ask. A block takes 3 KB until it comes, as do
+neighbouring small ones with as many bytes."""
 MOST_QUEUED = 512
-"""Blocks that wait for the threads of one origin, beyond which announced orders ask for no more."""
+"""Runs of blocks that wait for the threads of one origin, beyond which announced orders ask for no
+more; of small blocks, which are up to 128 in a run, a quarter."""
 BLOCK_THREADS = 4
 """Threads that look for blocks in the store, for all users; further calls wait."""
 MOST_FETCHED_AHEAD = 256 << 20

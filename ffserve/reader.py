@@ -535,8 +535,9 @@ class Reader(BaseReader, Sequence[Bytes]):
         whole: bool = False,
         fields: Sequence[str] | None = None,
     ) -> None:
-        request = OpenRequest(paths, format, server, verify, tolerant, seen, identities=identities)
-        super().__init__(request)
+        how = format, server, verify, tolerant, seen
+        parts = fields is not None
+        super().__init__(OpenRequest(paths, *how, identities=identities, parts=parts))
         self._selector.open()
         try:
             if not whole:

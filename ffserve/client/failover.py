@@ -83,7 +83,7 @@ class OpenRequest:
     reader; None: not chosen yet. identities: the versions of remote files that were opened, the
     same in all these processes as well. own: whether the daemon is the user's own, since another
     does not serve the remote files. states: the states of files that the daemon has opened, as OPEN
-    has them, likewise.
+    has them, likewise. parts: only some fields of samples are read.
     """
 
     paths: tuple[str, ...]
@@ -101,6 +101,7 @@ class OpenRequest:
     identities: tuple[ObjectVersion, ...] = ()
     own: bool = False
     states: bytes = b""
+    parts: bool = False
     _expected: int | None = None
 
     @property

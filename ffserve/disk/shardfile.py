@@ -126,6 +126,11 @@ class Counted:
         """How a scan reads headers by itself, of which only the first one is told; None: not."""
         return getattr(self._read_at, "headers", None)
 
+    @property
+    def foretold(self) -> Any:
+        """See `formats.base.ForetoldReadAt`; None: it cannot be told."""
+        return getattr(self._read_at, "foretold", None)
+
     def next_data(self, offset: int) -> int:
         """See `formats.base.next_data`."""
         return next_data(self._read_at, offset)

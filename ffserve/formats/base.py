@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
@@ -56,6 +56,28 @@ class ReadAt(Protocol):
     def __call__(self, offset: int, into: memoryview, /) -> int:
         """Fill ``into`` from ``offset``; return the number of bytes, fewer only at end of file."""
         ...
+
+
+class ForetoldReadAt:
+    """The same `ReadAt`, of a remote file, which is told what will be read.
+
+    Args:
+        will_need: called with an offset and a size, returns at once.
+        near: reads with at most this many bytes between them are in order: what lies between is
+            fetched, too.
+    """
+
+    def __init__(self, read_at: ReadAt, will_need: Callable[[int, int], object], near: int) -> None:
+        self._read_at, self.will_need, self.near = read_at, will_need, near
+
+    @property
+    def foretold(self) -> ForetoldReadAt:
+        """Itself, also behind others that read by it."""
+        return self
+
+    def __call__(self, offset: int, into: memoryview, /) -> int:
+        """Read; see `ReadAt`."""
+        return self._read_at(offset, into)
 
 
 def next_data(read_at: ReadAt, offset: int) -> int:

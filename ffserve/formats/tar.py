@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import struct
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -42,6 +42,7 @@ from ffserve.formats.base import (
     PIECE_SIZE,
     Admit,
     Encoder,
+    ForetoldReadAt,
     ReadAt,
     TableShard,
     read_exactly,
@@ -55,6 +56,12 @@ LARGE_SIZE = 64 << 10
 """From members of this size on, the scan reads headers only."""
 HEADER_SIZE = 2048
 """Then it reads this many bytes for each: an extended header and its text come with it."""
+FAR_COUNT = 4
+"""After so many members that are far from each other (`ForetoldReadAt`), the next headers of a
+remote file are fetched ahead."""
+PARTS, PART_COUNT, SEARCHED = 16, 128, 64 << 10
+"""A remote file is divided into at most PARTS parts, of PART_COUNT members at least since half a
+member is fetched in vain to find the first header of each, by so many bytes at a time."""
 MOST_LINKS = 1 << 20
 """A file has at most this many hard links, whose targets are looked up together."""
 LINK_SIZE = 300
@@ -135,11 +142,16 @@ class _HeaderScan:
     def run(self) -> TarShard:
         """Scan the file."""
         scanner, state, most = self._scanner, self._scanner.state, 64 << 10
-        headers = getattr(self._read_at, "headers", None)
+        headers, far = getattr(self._read_at, "headers", None), 0
+        foretold: ForetoldReadAt | None = getattr(self._read_at, "foretold", None)
         while True:
             base, large = state.at, state.length >= LARGE_SIZE
+            if foretold is not None and state.length > foretold.near:
+                far += 1
+                if far == FAR_COUNT:
+                    self._read_ahead(base, state.length, foretold.will_need)
             size = min(max(state.wanted, HEADER_SIZE if large else most), self._size - base)
-            most = min(2 * most, PIECE_SIZE)
+            most = HEADER_SIZE if large else min(2 * most, PIECE_SIZE)
             read_exactly(self._read_at, base, scanner.window[:size], self._path)
             while (stop := scanner.feed(base, size)) in (tar.ROWS, tar.LINK):
                 self._note(stop)
@@ -150,6 +162,50 @@ class _HeaderScan:
                 return self._finished()
             if stop == tar.FAULT:
                 raise self._fault()
+
+    def _read_ahead(self, begin: int, length: int, will_need: Callable[[int, int], object]) -> None:
+        """Have the headers of a remote file come from `begin` on, those of different parts at the
+        same time. Each part is followed from a header that is found near its begin. What is taken
+        for a header here, and is none, costs a request.
+
+        Args: length: of a member.
+        """
+        size = max((self._size - begin) // PARTS, PART_COUNT * length)
+        size += -size % BLOCK_SIZE
+        begins = range(begin + size, self._size - size // 2, size)
+        found, looking = [begin], dict(zip(begins, begins, strict=True))
+        while looking:
+            for at in looking.values():
+                will_need(at, SEARCHED)
+            for first, at in list(looking.items()):
+                place = _first_header(self._bytes(at, SEARCHED))
+                looking[first] = at + SEARCHED
+                if place >= 0:
+                    found.append(at + place)
+                if place >= 0 or at >= min(first + 2 * length, self._size - SEARCHED):
+                    del looking[first]
+        edges = sorted({*found, self._size})
+        going = list(pairwise(edges))
+        while going:
+            for at, _ in going:
+                will_need(at, HEADER_SIZE)
+            going = [(at, end) for at, end in map(self._next_far, going) if at < end]
+
+    def _next_far(self, place: tuple[int, int]) -> tuple[int, int]:
+        """Return where the first header behind another one is that is far from it, and the end of
+        the part."""
+        at, end = place
+        for _ in range(PART_COUNT):
+            step = _padded_size(self._bytes(at, BLOCK_SIZE))
+            at += step
+            if not step or step > SEARCHED or at >= end:
+                return at if step else end, end
+        return end, end
+
+    def _bytes(self, offset: int, size: int) -> bytes:
+        content = bytearray(max(min(size, self._size - offset), 0))
+        read_exactly(self._read_at, offset, memoryview(content), self._path)
+        return bytes(content)
 
     def _note(self, stop: int) -> None:
         if stop == tar.ROWS:
@@ -210,6 +266,25 @@ class _HeaderScan:
         name = f"the member {_text(scanner.name)}"
         text = _FAULTS[fault].format(name=name, length=length, left=left, key=key, field=field)
         return self._error(text, _HINTS.get(fault, _RESTORE), cut=fault.startswith("CUT"))
+
+
+def _first_header(content: bytes) -> int:
+    """Return where the first header is; -1: there is none."""
+    for at in range(0, len(content) - BLOCK_SIZE + 1, BLOCK_SIZE):
+        if content[at + 257 : at + 262] == b"ustar" and header_is_valid(content[at : at + 512]):
+            return at
+    return -1
+
+
+def _padded_size(header: bytes) -> int:
+    """Return the bytes of a header and what belongs to it; 0: it is none."""
+    if not header_is_valid(header[:BLOCK_SIZE]):
+        return 0
+    size = int.from_bytes(header[125:136], "big")
+    if header[124] < 128:
+        digits = header[124:136].strip(b" \0")
+        size = int(digits, 8) if digits.isdigit() and not {56, 57} & {*digits} else 0
+    return BLOCK_SIZE + size + -size % BLOCK_SIZE
 
 
 def _text(name: bytes) -> str:

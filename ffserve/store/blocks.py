@@ -41,7 +41,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffserve.dtypes import Int64s
-from ffserve.engine.codec import crc32c
+from ffserve.engine.codec import CRC_32C, checksums, crc32c
 from ffserve.errors import ServerUnavailable
 from ffserve.system.memfd import punch
 
@@ -207,9 +207,9 @@ class BlockState:
         self.words[self.words == PRESENT] = UNCHECKED
         self._mapping[32:68] = self.boot = boot_id()
 
-    def held(self, block: int) -> int:
-        """Return the bytes that a block takes on disk."""
-        return whole_pages(self.end(block) - block * self.block_size)
+    def held(self, first: int, count: int = 1) -> int:
+        """Return the bytes that blocks take on disk, from `first` on."""
+        return whole_pages(self.end(first + count - 1) - first * self.block_size)
 
     def end(self, block: int) -> int:
         """Return the offset behind a block."""
@@ -355,16 +355,16 @@ class StoredObject:
             for first, count in runs(blocks[self._pins[blocks] == 0]):
                 lock(self._pin_fd, fcntl.F_UNLCK, PINS + first, count)
 
-    def claim(self, block: int) -> bool:
-        """Claim a block, so that only this process fetches it; return False if another process has
-        claimed it."""
+    def claim(self, first: int, count: int = 1) -> bool:
+        """Claim neighbouring blocks, so that only this process fetches them; return False, without
+        any, if another process has claimed one."""
         self._check_open()
-        return lock(self.state.fd, fcntl.F_WRLCK, CLAIMS + block)
+        return lock(self.state.fd, fcntl.F_WRLCK, CLAIMS + first, count)
 
-    def unclaim(self, block: int) -> None:
-        """Let others fetch the block."""
+    def unclaim(self, first: int, count: int = 1) -> None:
+        """Let others fetch the blocks."""
         if self.state.fd >= 0:
-            lock(self.state.fd, fcntl.F_UNLCK, CLAIMS + block)
+            lock(self.state.fd, fcntl.F_UNLCK, CLAIMS + first, count)
 
     def _check_open(self) -> None:
         if self._pin_fd < 0:
@@ -374,11 +374,14 @@ class StoredObject:
 
     # ---- bytes ----------------------------------------------------------------------------
 
-    def publish(self, block: int, content: bytes | memoryview) -> None:
-        """Write a claimed and reserved block. Raises: OSError."""
-        write_at(self._data_fd, content, block * self.block_size)
-        self.state.checksums[block] = crc32c(content)
-        self.state.words[block] = PRESENT
+    def publish(self, first: int, content: bytes | memoryview) -> None:
+        """Write neighbouring blocks that are claimed and reserved. Raises: OSError."""
+        write_at(self._data_fd, content, first * self.block_size)
+        begins = np.arange(0, len(content), self.block_size, dtype=np.uint64)
+        sizes = np.minimum(np.uint64(len(content)) - begins, np.uint64(self.block_size))
+        blocks = slice(first, first + len(begins))
+        self.state.checksums[blocks] = checksums(CRC_32C, content, begins, sizes)
+        self.state.words[blocks] = PRESENT
 
     def discard(self, block: int) -> None:
         """Give a block's bytes back to the file system. Raises: OSError."""

@@ -46,7 +46,6 @@ from ffserve.store.blocks import (
     PAGE,
     PRESENT,
     RESERVED,
-    UNCHECKED,
     BlockState,
     StoredObject,
     block_count,
@@ -54,6 +53,7 @@ from ffserve.store.blocks import (
     create,
     is_locked,
     lock,
+    runs,
     state_size,
     whole_pages,
 )
@@ -68,6 +68,9 @@ BLOCK_SIZE = 512 << 10
 within blocks; a request fetches several blocks."""
 DEFAULT_SHARE = 0.8
 """The default limit of a store is this share of the free space of its disk and its own size."""
+SMALL_BLOCK_SIZE, MOST_SMALL_BLOCKS = 32 << 10, 1 << 19
+"""The size of a block of a new object that jobs read in parts, and the number of blocks up to which
+it is as small: 16 GiB. A larger object has larger blocks."""
 MIN_BLOCKS = 8
 """A store with room for fewer blocks is refused."""
 LOOKED_AT = 64
@@ -291,21 +294,29 @@ class Store:
 
     # ---- objects --------------------------------------------------------------------------
 
-    def open(self, identity: ObjectVersion, domain: str = "") -> StoredObject:
+    def open(
+        self, identity: ObjectVersion, domain: str = "", *, parts: bool = False
+    ) -> StoredObject:
         """Return the object of this version; `close` it as often as it was opened.
 
-        Args: domain: objects of two domains are never the same; "": that of the store's user.
+        Args:
+            domain: objects of two domains are never the same; "": that of the store's user.
+            parts: an object that is new here has small blocks.
         Raises: AccessDenied, ReadError, UsageError.
         """
-        name = name_of(identity, domain)
+        name, block_size = name_of(identity, domain), self.block_size
+        if parts:
+            count = block_count(identity.size, MOST_SMALL_BLOCKS)
+            small = max(SMALL_BLOCK_SIZE, 1 << (count - 1).bit_length())
+            block_size = min(small, block_size)
         try:
-            if self._overhead(identity.size, self.block_size) > self.limit / OVERHEAD_SHARE:
+            if self._overhead(identity.size, block_size) > self.limit / OVERHEAD_SHARE:
                 raise ReadError(
                     f"an object of {identity.size} bytes is too large for the store",
                     path=urls.shown(identity.url),
                     hint="a larger limit of the store",
                 )
-            if block_count(identity.size, self.block_size) > MOST_BLOCKS:
+            if block_count(identity.size, block_size) > MOST_BLOCKS:
                 most = MOST_BLOCKS * self.block_size
                 raise ReadError(
                     f"an object of {identity.size} bytes is too large: a store keeps objects of "
@@ -313,7 +324,9 @@ class Store:
                     path=urls.shown(identity.url),
                     hint="divide the data into more files",
                 )
-            found = self._in_steps(lambda first: self._open_in(name, identity, first), math.inf)
+            found = self._in_steps(
+                lambda first: self._open_in(name, identity, block_size, first), math.inf
+            )
             assert found is not None
             return found
         except OSError as error:
@@ -321,11 +334,13 @@ class Store:
                 raise
             raise _problem(error, self.directory) from error
 
-    def _open_in(self, name: str, identity: ObjectVersion, first: bool) -> StoredObject | None:
+    def _open_in(
+        self, name: str, identity: ObjectVersion, block_size: int, first: bool
+    ) -> StoredObject | None:
         """Take a step to open an object; return None if another one is needed."""
         found = self._open.get(name)
         if found is None:
-            found = self._opened(name, identity, first)
+            found = self._opened(name, identity, block_size, first)
             if found is None:
                 return None
             self._open[name] = found
@@ -333,7 +348,9 @@ class Store:
         found.users += 1
         return found
 
-    def _opened(self, name: str, identity: ObjectVersion, first: bool) -> StoredObject | None:
+    def _opened(
+        self, name: str, identity: ObjectVersion, block_size: int, first: bool
+    ) -> StoredObject | None:
         directory = os.path.join(self._objects, name)
         text = "\n".join((urls.shown(identity.url), *identity.key.split("\n")[1:]))
         for last in (False, True):
@@ -359,18 +376,18 @@ class Store:
                     log.warning("store: an object was damaged and is fetched again: %s", error)
                 self._remove(directory)
                 self._add(-counted)
-                if not self._create(directory, text, identity.size, first):
+                if not self._create(directory, text, identity.size, block_size, first):
                     return None
         raise AssertionError("the second attempt returns or raises")
 
-    def _create(self, directory: str, text: str, size: int, first: bool) -> bool:
+    def _create(self, directory: str, text: str, size: int, block_size: int, first: bool) -> bool:
         """Take a step to make an object; return False if another one is needed. Raises: OSError."""
-        overhead = self._overhead(size, self.block_size)
+        overhead = self._overhead(size, block_size)
         if self._evict(self.limit - overhead, None, first) is None:
             return False
         self._add(overhead)
         try:
-            create(directory, text, size, self.block_size)
+            create(directory, text, size, block_size)
         except OSError as error:
             self._remove(directory)
             self._add(-overhead)
@@ -413,27 +430,30 @@ class Store:
 
     # ---- room -----------------------------------------------------------------------------
 
-    def reserve(self, stored: StoredObject, block: int, use: float | None) -> bool:
-        """Make room for a block that this thread has claimed; return False if there is none.
+    def reserve(self, stored: StoredObject, block: int, use: float | None, count: int = 1) -> bool:
+        """Make room for neighbouring blocks that this thread has claimed, `block` and those behind
+        it; return False, without any, if there is not enough.
 
-        Args: use: when the block will be used next, in seconds since 1970; None: nobody knows.
+        Args: use: when the blocks will be used next, in seconds since 1970; None: nobody knows.
         """
-        reserved = self._in_steps(lambda first: self._reserve(stored.state, block, use, first))
+        blocks = slice(block, block + count)
+        reserved = self._in_steps(lambda first: self._reserve(stored.state, blocks, use, first))
         return bool(reserved)
 
     def _reserve(
-        self, state: BlockState, block: int, use: float | None, first: bool
+        self, state: BlockState, blocks: slice, use: float | None, first: bool
     ) -> bool | None:
-        if state.words[block] in (RESERVED, UNCHECKED):
-            state.words[block] = RESERVED
+        absent = np.flatnonzero(state.words[blocks] == ABSENT)
+        if not len(absent):
+            state.words[blocks] = RESERVED
             return True
         if not state.is_there:
             return False
-        size = state.held(block)
+        size = sum(state.held(blocks.start + at, count) for at, count in runs(absent))
         found = self._evict(self.limit - size, use, first)
         if found:
             self._add(size)
-            state.words[block] = RESERVED
+            state.words[blocks] = RESERVED
         return found
 
     def give_back(self, stored: StoredObject, block: int) -> None:

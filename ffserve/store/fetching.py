@@ -1,10 +1,12 @@
 """Fetching: blocks of remote objects into the store, each once, soonest needed first.
 
-A block that several threads ask for is one task; neighbours that are asked for come with it, in one
-request. Among processes, who locks the block's claim fetches it, and the others wait for it. Each
-origin has threads of its own, so an origin that hangs holds up nobody else. What failed and may be
-tried again is tried again after pauses that double and vary. An origin that failed several times in
-a row is asked by one thread at a time (circuit breaker); the others wait for what it finds out.
+Neighbouring blocks that are asked for together are one task, since a block is too small for a task;
+a thread that asks for one of them waits for all. Neighbours that are asked for otherwise come with
+them, in one request. Among processes, who locks the claim of a block fetches it, and the others
+wait for it. Each origin has threads of its own, so an origin that hangs holds up nobody else. What
+failed and may be tried again is tried again after pauses that double and vary. An origin that
+failed several times in a row is asked by one thread at a time (circuit breaker); the others wait
+for what it finds out.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
@@ -31,10 +33,11 @@ import numpy as np
 from ffserve.dtypes import Int64s
 from ffserve.engine.codec import crc32c
 from ffserve.errors import FFServeError, MissingFile, ReadError, UsageError
-from ffserve.formats.base import ReadAt
+from ffserve.formats.base import ForetoldReadAt
 from ffserve.limits import FETCH_SIZE, MOST_READ_AHEAD, ORIGIN_THREADS
 from ffserve.store import origin, urls
-from ffserve.store.blocks import ABSENT, PRESENT, UNCHECKED, StoredObject, write_at
+from ffserve.store.blocks import PRESENT, RESERVED, UNCHECKED, StoredObject, write_at
+from ffserve.store.blocks import runs as neighbours
 from ffserve.store.credentials import Access
 from ffserve.store.directory import Store, default_directory, usual_limit
 from ffserve.store.origin import ObjectVersion, OriginError, RemoteFile
@@ -58,6 +61,9 @@ MOST_ALIKE = 256
 """An object of which the origin has sent this many damaged blocks twice alike is damaged there."""
 LISTED_S = 30.0
 """A listing counts as the present state of an object for this long."""
+NEAR = 256 << 10
+"""Bytes between reads that are fetched, too, where only parts of an object are read. At 100 MB/s
+the headers of larger members come sooner by requests of their own."""
 NOW = 0.0
 """The priority of a block that a thread waits for. Other blocks have the time at which they will be
 needed, in seconds since 1970."""
@@ -65,6 +71,9 @@ needed, in seconds since 1970."""
 Outcome: TypeAlias = "bool | bytes"
 """The outcome of fetching a block. True: it is in the store. False: the store has no room for it,
 so its reader reads the bytes past the store. bytes: it was fetched, but could not be written."""
+Outcomes: TypeAlias = "bool | dict[int, Outcome]"
+"""The outcome of blocks that were asked for together: True if all are in the store, else those of
+the blocks that are not."""
 
 
 class Patience(NamedTuple):
@@ -180,14 +189,21 @@ class _QueuedCall:
     future: Future[Any] = field(compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A block that was asked for. pool: the origin whose threads fetch it. use: as for
-    `Store.reserve`."""
+@dataclass(slots=True, eq=False)
+class _Run:
+    """Neighbouring blocks that were asked for, and are one task. pool: the origin whose threads
+    fetch them. use: as for `Store.reserve`."""
 
-    future: Future[Outcome]
+    first: int
+    count: int
+    future: Future[Outcomes]
     pool: str
     use: float | None
+
+    @property
+    def end(self) -> int:
+        """The block behind the last one."""
+        return self.first + self.count
 
 
 class Threads:
@@ -222,7 +238,7 @@ class Threads:
             else:
                 self._changed.notify()
 
-    def take(self, future: Future[Outcome]) -> bool:
+    def take(self, future: Future[Any]) -> bool:
         """Let the calling thread set the result of a task; return False if the task has begun."""
         with self._changed:
             begun = future.running() or future.done()
@@ -259,16 +275,25 @@ class Threads:
 class OpenObject:
     """An object of the store together with its origin. Made by `Fetcher.open`.
 
-    pool: whose threads fetch it, and who shares what is known of the origin.
+    pool: whose threads fetch it, and who shares what is known of the origin. parts: only parts of
+    it are read, so bytes between these are worth requests. least: a
+    multiples of so many bytes.
     """
 
     def __init__(
-        self, stored: StoredObject, identity: ObjectVersion, access: Access | None, pool: str
+        self,
+        stored: StoredObject,
+        identity: ObjectVersion,
+        access: Access | None,
+        pool: str,
+        *,
+        least: int,
+        parts: bool,
     ) -> None:
         self.stored, self.identity, self.access = stored, identity, access
-        self.remote = RemoteFile(identity, access, stored.block_size)
+        self.remote = RemoteFile(identity, access, max(least, stored.block_size))
         self.shown = urls.shown(identity.url)
-        self.pool = pool
+        self.pool, self.parts = pool, parts
 
     def blocks(self, start: int, end: int) -> Int64s:
         """Return the blocks of an extent."""
@@ -298,7 +323,8 @@ class Fetcher:
         self._patience = patience
         self._most_threads, self._fetch_size, self._read_ahead = threads, fetch_size, read_ahead
         self._opening, self._lock = threading.Lock(), threading.Lock()
-        self._tasks: dict[tuple[StoredObject, int], _Asked] = {}
+        self._tasks: dict[tuple[StoredObject, int], _Run] = {}
+        """By block."""
         self._threads: dict[str, Threads] = {}
         self._full = False
         self.fetched = 0
@@ -324,16 +350,21 @@ class Fetcher:
         domain: str = "",
         access: Access | None = None,
         pool: str | None = None,
+        parts: bool = False,
     ) -> OpenObject:
         """Open an object, without asking its origin.
 
         Args:
             domain: as of `Store.open`. access: with what the origin is reached; None: with what
-                this process has. pool: see `OpenObject`; None: that of the origin.
+                this process has. pool, parts: see `OpenObject`; None: that of the origin.
         Raises: as `Store.open`.
         """
         name = urls.origin_of(identity.url) if pool is None else pool
-        return OpenObject(self.store.open(identity, domain), identity, access, name)
+        # A cache network has slices of the size of most blocks, and brings them whole.
+        parts = parts and not RemoteFile(identity).is_cached
+        stored = self.store.open(identity, domain, parts=parts)
+        least = self.store.block_size
+        return OpenObject(stored, identity, access, name, least=least, parts=parts)
 
     def breaker(self, pool: str) -> Breaker:
         """Return what is known of the origin of a pool."""
@@ -359,37 +390,52 @@ class Fetcher:
 
     def ask(
         self, opened: OpenObject, blocks: Iterable[int], due: float, use: float | None
-    ) -> dict[int, Future[Outcome]]:
+    ) -> dict[int, Future[Outcomes]]:
         """Ask for blocks; return at once.
 
         Args:
+            blocks: neighbours that follow each other here have one future.
             due: NOW, or when they will be needed: the soonest is fetched first.
             use: as of `Store.reserve`.
         Returns: a future of each; its exception is an FFServeError.
         """
         threads, stored = self._of(opened), opened.stored
-        found = {}
-        for block in blocks:
-            key = stored, int(block)
-            with self._lock:
-                asked = self._tasks.get(key)
-                if new := asked is None or asked.future.done():
-                    asked = self._tasks[key] = _Asked(Future(), opened.pool, use)
-            assert asked is not None
-            found[key[1]] = future = asked.future
-            if new:
-                self.store.share(stored)
-                future.add_done_callback(partial(self._ended, key))
-            if new or (due == NOW and not future.running()):
-                threads.put(due, self._fetching(opened, key[1], use), future)
+        most = self._most(opened)
+        found: dict[int, Future[Outcomes]] = {}
+        new: list[_Run] = []
+        earlier: dict[_Run, None] = {}
+        with self._lock:
+            for block in map(int, blocks):
+                run = self._tasks.get((stored, block))
+                if run is None or run.future.done():
+                    if not new or new[-1].end != block or new[-1].count == most:
+                        new.append(_Run(block, 0, Future(), opened.pool, use))
+                    run = new[-1]
+                    run.count += 1
+                    self._tasks[stored, block] = run
+                else:
+                    earlier[run] = None
+                found[block] = run.future
+        for run in new:
+            self.store.share(stored)
+            run.future.add_done_callback(partial(self._ended, stored, run))
+        soon = [run for run in earlier if due == NOW and not run.future.running()]
+        for run in (*new, *soon):
+            threads.put(due, partial(self._fetch, opened, run), run.future)
         return found
 
-    def _ended(self, key: tuple[StoredObject, int], future: Future[Outcome]) -> None:
+    def _most(self, opened: OpenObject) -> int:
+        """Return how many blocks come by one request; of a cache network each block by itself."""
+        if opened.remote.is_cached:
+            return self._piece(opened)
+        return int(max(self._fetch_size // opened.stored.block_size, 1))
+
+    def _ended(self, stored: StoredObject, run: _Run, _: Future[Outcomes]) -> None:
         with self._lock:
-            asked = self._tasks.get(key)
-            if asked is not None and asked.future is future:
-                del self._tasks[key]
-        self.store.close(key[0])
+            for block in range(run.first, run.end):
+                if self._tasks.get((stored, block)) is run:
+                    del self._tasks[stored, block]
+        self.store.close(stored)
 
     def is_asked(self, opened: OpenObject, block: int) -> bool:
         """Whether a block is on its way, or will be."""
@@ -400,10 +446,10 @@ class Fetcher:
         """Return how many calls of an object's origin wait for a thread."""
         return self._of(opened).queued_count
 
-    def wait(self, opened: OpenObject, block: int, future: Future[Outcome]) -> Outcome:
+    def wait(self, opened: OpenObject, block: int, future: Future[Outcomes]) -> Outcome:
         """Return the outcome of a block that was asked for and is pinned. Raises: FFServeError."""
         while True:
-            outcome = future.result()
+            outcome = outcome_of(future.result(), block)
             if outcome is not True or opened.stored.state.words[block] == PRESENT:
                 return outcome
             # The block came before it was pinned, and was evicted.
@@ -411,9 +457,9 @@ class Fetcher:
 
     def ask_bytes(
         self, opened: OpenObject, start: int, end: int, *, direct: bool = False
-    ) -> Future[Outcome]:
+    ) -> Future[bytes]:
         """Ask for bytes past the store; return at once. Args: direct: as of `RemoteFile.read`."""
-        future: Future[Outcome] = Future()
+        future: Future[bytes] = Future()
         run = partial(self._download, opened, start, end, direct=direct)
         self._of(opened).put(NOW, run, future)
         return future
@@ -424,165 +470,174 @@ class Fetcher:
         self.fetched += len(content)
         return content
 
-    def _fetching(self, opened: OpenObject, block: int, use: float | None) -> Callable[[], Outcome]:
-        return lambda: self._fetch(opened, block, use)
-
-    def _fetch(self, opened: OpenObject, block: int, use: float | None) -> Outcome:
+    def _fetch(self, opened: OpenObject, run: _Run) -> Outcomes:
+        """Fetch blocks, and neighbours that are asked for."""
+        runs = self._with_neighbours(opened, run)
         try:
-            return self._fetch_claimed(opened, block, use)
-        except OSError as error:
-            if isinstance(error, FFServeError):
-                raise
-            raise ReadError(f"the store failed: {error}", path=opened.shown) from error
-
-    def _fetch_claimed(self, opened: OpenObject, block: int, use: float | None) -> Outcome:
-        stored = opened.stored
-        while not stored.claim(block):  # another process fetches it
-            if stored.state.words[block] == PRESENT:
-                return True
-            time.sleep(random.uniform(0.5, 1.0) * POLL_S)
-        try:
-            word = stored.state.words[block]
-            if word == PRESENT:
-                return True
-            if word == UNCHECKED and stored.agrees(block):
-                stored.trust(block)
-                return True
-            if not self.store.reserve(stored, block, use):
-                return False
-            return self._bring_with_neighbours(opened, block)
-        finally:
-            stored.unclaim(block)
-
-    def _bring_with_neighbours(self, opened: OpenObject, block: int) -> Outcome:
-        """Fetch a block that is claimed and reserved, and neighbours that are asked for."""
-        futures = self._take_neighbours(opened, block)
-        blocks = sorted([block, *futures])
-        outcomes: list[Outcome] = []
-        failure: BaseException | None = None
-        try:
-            outcomes = self._bring(opened, blocks)
+            try:
+                outcomes = self._fetch_runs(opened, runs) or True
+            except OSError as error:
+                if isinstance(error, FFServeError):
+                    raise
+                raise ReadError(f"the store failed: {error}", path=opened.shown) from error
         except BaseException as error:
-            failure = error
-        for k, near in enumerate(blocks):
-            if near == block:
-                continue
-            opened.stored.unclaim(near)
-            if failure is not None:
-                futures[near].set_exception(failure)
-            else:
-                futures[near].set_result(outcomes[k])
-        if failure is not None:
-            raise failure
-        return outcomes[blocks.index(block)]
+            for near in runs:
+                if near is not run:
+                    near.future.set_exception(error)
+            raise
+        for near in runs:
+            if near is not run:
+                near.future.set_result(outcomes)
+        return outcomes
 
-    def _take_neighbours(self, opened: OpenObject, block: int) -> dict[int, Future[Outcome]]:
-        """Claim and reserve neighbours that were asked for and are not on their way yet."""
-        stored, threads = opened.stored, self._of(opened)
-        most = 0 if opened.remote.is_cached else self._fetch_size // stored.block_size - 1
-        found: dict[int, Future[Outcome]] = {}
-        for step in (1, -1):
-            near = block + step
-            while len(found) < most and 0 <= near < stored.count:
-                future = self._take(opened, threads, near)
-                if future is None:
+    def _with_neighbours(self, opened: OpenObject, run: _Run) -> list[_Run]:
+        """Return a run with those beside it that were asked for and have not begun, rising; they
+        are taken from the threads."""
+        threads, most = self._of(opened), self._most(opened) - run.count
+        found = [run]
+        for ahead in (True, False):
+            while True:
+                block = found[-1].end if ahead else found[0].first - 1
+                with self._lock:
+                    near = self._tasks.get((opened.stored, block))
+                if near is None or near.pool != opened.pool or near.count > most:
                     break
-                found[near] = future
-                near += step
+                if not threads.take(near.future):
+                    break
+                most -= near.count
+                found.insert(len(found) if ahead else 0, near)
         return found
 
-    def _take(self, opened: OpenObject, threads: Threads, block: int) -> Future[Outcome] | None:
-        stored = opened.stored
-        with self._lock:
-            asked = self._tasks.get((stored, block))
-        if asked is None or asked.pool != opened.pool or stored.state.words[block] != ABSENT:
-            return None
-        if not threads.take(asked.future):
-            return None
-        claimed = False
-        try:
-            claimed = stored.claim(block)
-            if claimed and stored.state.words[block] == ABSENT:
-                if self.store.reserve(stored, block, asked.use):
-                    return asked.future
-                outcome: Outcome = False
-                stored.unclaim(block)
-            elif claimed:  # another process was faster
-                stored.unclaim(block)
-                outcome = True
-            else:  # it is fetching it
-                waiting: Future[Outcome] = Future()
-                waiting.add_done_callback(partial(_pass_on, asked.future))
-                threads.put(NOW, self._fetching(opened, block, asked.use), waiting)
-                return None
-        except BaseException as error:
-            if claimed:
-                stored.unclaim(block)
-            asked.future.set_exception(error)
-        else:
-            asked.future.set_result(outcome)
-        return None
+    def _fetch_runs(self, opened: OpenObject, runs: Sequence[_Run]) -> dict[int, Outcome]:
+        """Fetch neighbouring runs; return the outcomes of blocks that are not in the store then."""
+        stored, words = opened.stored, opened.stored.state.words
+        outcomes: dict[int, Outcome] = {}
+        block, end = runs[0].first, runs[-1].end
+        while block < end:
+            count = end - block
+            while count and not stored.claim(block, count):
+                count //= 2
+            if count:
+                try:
+                    self._fetch_claimed(opened, runs, range(block, block + count), outcomes)
+                finally:
+                    stored.unclaim(block, count)
+                block += count
+            elif words[block] == PRESENT:
+                block += 1
+            else:  # another process fetches it
+                time.sleep(random.uniform(0.5, 1.0) * POLL_S)
+        return outcomes
 
-    def _bring(self, opened: OpenObject, blocks: list[int]) -> list[Outcome]:
-        """Fetch a run of blocks by one request; return the outcome of each."""
-        stored, size = opened.stored, opened.stored.block_size
-        start, end = blocks[0] * size, stored.state.end(blocks[-1])
-        parts: list[memoryview] = []
-        done = 0
+    def _fetch_claimed(
+        self,
+        opened: OpenObject,
+        runs: Sequence[_Run],
+        claimed: range,
+        outcomes: dict[int, Outcome],
+    ) -> None:
+        """Fetch claimed blocks of runs, by one request if there is room for them and none is there
+        already."""
+        stored, words = opened.stored, opened.stored.state.words
+        reserved: list[int] = []
         try:
-            content = memoryview(self._download(opened, start, end))
-            parts = [content[k * size : (k + 1) * size] for k in range(len(blocks))]
-            for block, part in zip(blocks, parts, strict=True):
-                stored.publish(block, part)
-                done += 1
-        except BaseException as error:
-            for block in blocks[done:]:
-                self.store.give_back(stored, block)
-            if isinstance(error, FFServeError) or not isinstance(error, OSError):
-                raise
+            for run in runs:
+                blocks = np.arange(max(run.first, claimed.start), min(run.end, claimed.stop))
+                for block in blocks[words[blocks] == UNCHECKED].tolist():
+                    if stored.agrees(block):
+                        stored.trust(block)
+                for first, count in neighbours(stored.missing(blocks)):
+                    kept = self._reserve(stored, first, count, run.use)
+                    reserved += range(first, first + kept)
+                    outcomes.update(dict.fromkeys(range(first + kept, first + count), False))
+            for first, count in neighbours(np.array(reserved, np.int64)):
+                self._bring(opened, first, count, outcomes)
+        except BaseException:
+            for block in reserved:
+                if words[block] == RESERVED:
+                    self.store.give_back(stored, block)
+            raise
+
+    def _reserve(self, stored: StoredObject, first: int, count: int, use: float | None) -> int:
+        """Make room for as many neighbouring blocks as there can be; return how many."""
+        kept, step = 0, count
+        while kept < count and step:
+            step = min(step, count - kept)
+            if self.store.reserve(stored, first + kept, use, step):
+                kept += step
+            else:
+                step //= 2
+        return kept
+
+    def _bring(
+        self, opened: OpenObject, first: int, count: int, outcomes: dict[int, Outcome]
+    ) -> None:
+        """Fetch claimed and reserved blocks by one request."""
+        stored, size = opened.stored, opened.stored.block_size
+        content = self._download(opened, first * size, stored.state.end(first + count - 1))
+        try:
+            stored.publish(first, content)
+        except OSError as error:
+            for k in range(count):
+                self.store.give_back(stored, first + k)
+                outcomes[first + k] = content[k * size : (k + 1) * size]
             with self._lock:
                 known, self._full = self._full, True
             if not known:
                 log.warning("store: cannot write blocks, so reads pass the store: %s", error)
         else:
             self._full = False
-        outcomes: list[Outcome] = [True] * done
-        return outcomes + [bytes(part) for part in parts[done:]]
 
     # ---- in order -------------------------------------------------------------------------
 
-    def read_at(self, opened: OpenObject) -> ReadAt:
+    def read_at(self, opened: OpenObject) -> ForetoldReadAt:
         """Return a `ReadAt` over an object, which fetches what is missing, ahead of it as well if
         it is read in order. Raises: FFServeError."""
-        last, run = -2, 0  # the first read is not one in order, also if it is of the first block
+        near_size = min(NEAR, self.store.block_size) if opened.parts else self.store.block_size
+        near, least = max(near_size // opened.stored.block_size, 1), self._piece(opened)
+        # The first read is not one in order, also if it is of the first block.
+        last, run, asked = -near - 1, 0, 0
 
         def read(offset: int, into: memoryview, /) -> int:
-            nonlocal last, run
+            nonlocal last, run, asked
             size = int(max(min(len(into), opened.stored.size - offset), 0))
             if size:
                 blocks = opened.blocks(offset, offset + size)
-                if last in (blocks[0], blocks[0] - 1):
-                    run += int(blocks[-1]) - last
+                first, end = int(blocks[0]), int(blocks[-1])
+                if 0 <= first - last <= near:
+                    run += end - last
                 else:
-                    run = 0
-                if run and blocks[-1] > last:
-                    self.ask_ahead(opened, int(blocks[-1]) + 1, 2 * run)
-                last = int(blocks[-1])
+                    run = asked = 0
+                if run >= least and end > last:
+                    asked = self.ask_ahead(opened, end + 1, asked, 2 * run)
+                last = end
                 into[:size] = self.content(opened, offset, offset + size)
             return size
 
-        return read
+        def will_need(offset: int, size: int) -> None:
+            missing = opened.stored.missing(opened.blocks(offset, offset + size))
+            self.ask(opened, missing.tolist(), NOW, None)
 
-    def ask_ahead(self, opened: OpenObject, first: int, most: int | None = None) -> None:
-        """Ask for `most` blocks from this one on, which a reader in order needs soon."""
-        limit = self._read_ahead // opened.stored.block_size
+        return ForetoldReadAt(read, will_need, near_size)
+
+    def ask_ahead(self, opened: OpenObject, first: int, asked: int, most: int | None = None) -> int:
+        """Ask for `most` blocks from this one on, which a reader in order needs soon.
+
+        Args: asked: blocks before this one were asked for already.
+        Returns: up to which block all were asked for; few are left to the next call.
+        """
+        size = opened.stored.block_size
+        limit = self._read_ahead // size
         most = limit if most is None else min(most, limit)
         if self.store.limit != math.inf:
-            most = min(most, int(self.store.limit) // opened.stored.block_size // 4)
-        blocks = np.arange(first, min(first + most, opened.stored.count))
-        missing = opened.stored.missing(blocks)
+            most = min(most, int(self.store.limit) // size // 4)
+        begin, end = max(first, asked), min(first + most, opened.stored.count)
+        if end - begin < min(self._piece(opened), most) and end < opened.stored.count:
+            return begin
+        missing = opened.stored.missing(np.arange(begin, end))
         if len(missing):
             self.ask(opened, missing.tolist(), time.time(), None)
+        return int(max(begin, end))
 
     def content(self, opened: OpenObject, start: int, end: int) -> bytes:
         """Return bytes of an object, fetched if they are missing. Raises: FFServeError."""
@@ -590,42 +645,71 @@ class Fetcher:
         stored.pin(blocks)
         try:
             waiting = self.ask(opened, stored.missing(blocks).tolist(), NOW, None)
-            parts = []
-            for block in blocks.tolist():
-                begin = max(start, block * stored.block_size)
-                stop = min(end, stored.state.end(block))
-                outcome = self.wait(opened, block, waiting[block]) if block in waiting else True
-                parts.append(self._part(opened, block, begin, stop, outcome))
+            parts = [
+                self._part(
+                    opened, low, max(start, low * stored.block_size), min(end, stop), outcome
+                )
+                for low, stop, outcome in self._outcomes(opened, blocks, waiting)
+            ]
         finally:
             stored.unpin(blocks)
-        return b"".join(parts)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _outcomes(
+        self, opened: OpenObject, blocks: Int64s, waiting: dict[int, Future[Outcomes]]
+    ) -> Iterator[tuple[int, int, Outcome]]:
+        """Wait for pinned neighbours; yield the first block, the offset behind the last one, and
+        the outcome of those that have the same."""
+        passed = {
+            block: outcome
+            for block, future in waiting.items()
+            if (outcome := self.wait(opened, block, future)) is not True
+        }
+
+        def kind(block: int) -> tuple[bool, int]:
+            outcome = passed.get(block, True)
+            return outcome is True, block if isinstance(outcome, bytes) else -1
+
+        for _, group in itertools.groupby(blocks.tolist(), kind):
+            alike = list(group)
+            yield alike[0], opened.stored.state.end(alike[-1]), passed.get(alike[0], True)
 
     def copy(self, opened: OpenObject, fd: int, check: Callable[[], object]) -> None:
         """Write an object to an empty file. The file shares the disk's blocks with the store where
         the file system can, and has copies elsewhere; so it stays what it is whatever becomes of
         the store's. If the store has no room for the whole object, the rest comes past the store.
 
-        Args:   check: called before each block; it raises when the file is no longer wanted.
+        Args:   check: called before each piece; it raises when the file is no longer wanted.
         Raises: FFServeError; OSError of the file.
         """
-        stored = opened.stored
-        for number in range(stored.count):
+        stored, asked, step = opened.stored, 0, self._piece(opened)
+        for first in range(0, stored.count, step):
             check()
-            block = np.array([number])
-            stored.pin(block)
+            blocks = np.arange(first, min(first + step, stored.count))
+            stored.pin(blocks)
             try:
-                self.ask_ahead(opened, number)
-                waiting = self.ask(opened, stored.missing(block).tolist(), NOW, None)
-                outcome = self.wait(opened, number, waiting[number]) if waiting else True
-                self._copy_block(opened, number, outcome, fd, check)
+                asked = self.ask_ahead(opened, first, asked)
+                waiting = self.ask(opened, stored.missing(blocks).tolist(), NOW, None)
+                for low, end, outcome in self._outcomes(opened, blocks, waiting):
+                    self._copy_part(opened, low, end, outcome, fd, check)
             finally:
-                stored.unpin(block)
+                stored.unpin(blocks)
 
-    def _copy_block(
-        self, opened: OpenObject, block: int, outcome: Outcome, fd: int, check: Callable[[], object]
+    def _piece(self, opened: OpenObject) -> int:
+        """Return how many blocks of an object are as large as one of most others."""
+        return int(max(self.store.block_size // opened.stored.block_size, 1))
+
+    def _copy_part(
+        self,
+        opened: OpenObject,
+        block: int,
+        end: int,
+        outcome: Outcome,
+        fd: int,
+        check: Callable[[], object],
     ) -> None:
         stored = opened.stored
-        start, end = block * stored.block_size, stored.state.end(block)
+        start = block * stored.block_size
         content = b"" if outcome is True else self._part(opened, block, start, end, outcome)
         room_until = math.inf
         while True:
@@ -653,9 +737,7 @@ class Fetcher:
             first = block * opened.stored.block_size
             return outcome[start - first : end - first]
         if not outcome:
-            passed = self.ask_bytes(opened, start, end).result()
-            assert isinstance(passed, bytes)
-            return passed
+            return self.ask_bytes(opened, start, end).result()
         try:
             content = opened.stored.read(start, end)
         except OSError as error:
@@ -699,7 +781,6 @@ class Fetcher:
         content = self.ask_bytes(opened, begin, end, direct=True)
         with contextlib.suppress(FutureTimeout):
             found = content.result(most_s)
-            assert isinstance(found, bytes)
             if crc32c(found) != before:
                 log.warning("store: block %d of %s had come damaged", block, opened.shown)
                 opened.remote.distrust()
@@ -709,12 +790,17 @@ class Fetcher:
         return False
 
 
-def _pass_on(to: Future[Outcome], done: Future[Outcome]) -> None:
-    """Give a future the result of another."""
-    if (error := done.exception()) is not None:
-        to.set_exception(error)
-    else:
-        to.set_result(done.result())
+def outcome_of(outcomes: Outcomes, block: int) -> Outcome:
+    """Return the outcome of a block that was asked for with others."""
+    return outcomes.get(block, True) if isinstance(outcomes, dict) else True
+
+
+def by_future(asked: dict[int, Future[Outcomes]]) -> dict[Future[Outcomes], list[int]]:
+    """Return the blocks that were asked for by their future."""
+    found: dict[Future[Outcomes], list[int]] = {}
+    for block, future in asked.items():
+        found.setdefault(future, []).append(block)
+    return found
 
 
 # ---- of this process -----------------------------------------------------------------------------

@@ -40,10 +40,12 @@ from ffserve.store.fetching import (
     NOW,
     Fetcher,
     OpenObject,
-    Outcome,
+    Outcomes,
     Threads,
+    by_future,
     identity_of,
     listing,
+    outcome_of,
     process_fetcher,
 )
 from ffserve.store.origin import ObjectVersion
@@ -145,7 +147,7 @@ class Staging:
         except OSError as error:
             raise os_error(error, self.directory) from error
         self._fetcher = Fetcher(Store(hidden))
-        self._coming: set[Future[Outcome]] = set()
+        self._coming: set[Future[Outcomes]] = set()
         self._stopped = False
         self._check_room()
 
@@ -223,18 +225,18 @@ class Staging:
         missing = stored.missing(np.arange(stored.count))
         self._advance(stored.size - int(sum(_size(opened, b) for b in missing.tolist())))
 
-        def came(block: int, future: Future[Outcome]) -> None:
+        def came(blocks: list[int], future: Future[Outcomes]) -> None:
             if not future.cancelled() and future.exception() is None:
-                self._advance(_size(opened, block))
+                self._advance(sum(_size(opened, block) for block in blocks))
 
-        asked = self._fetcher.ask(opened, missing.tolist(), NOW, None)
-        for block, future in asked.items():
-            future.add_done_callback(partial(came, block))
-        self._coming.update(asked.values())
+        asked = by_future(self._fetcher.ask(opened, missing.tolist(), NOW, None))
+        for future, blocks in asked.items():
+            future.add_done_callback(partial(came, blocks))
+        self._coming.update(asked)
         if self._stopped:
             raise CancelledError
-        failed = [error for future in asked.values() if (error := future.exception()) is not None]
-        self._coming.difference_update(asked.values())
+        failed = [error for future in asked if (error := future.exception()) is not None]
+        self._coming.difference_update(asked)
         if failed:
             raise failed[0]
         if not stored.complete:
@@ -462,7 +464,7 @@ def _warm(fetcher: Fetcher, opened: OpenObject) -> Warmed:
     fetched = left = 0
     for block, future in asked.items():
         size = stored.state.end(block) - block * stored.block_size
-        if future.result() is True:
+        if outcome_of(future.result(), block) is True:
             fetched += size
         else:
             left += size

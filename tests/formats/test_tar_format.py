@@ -22,6 +22,7 @@ from ffserve.disk.shardfile import Counted
 from ffserve.engine.cached import cached_pages
 from ffserve.errors import FFServeError, FormatError, TruncatedError, UsageError
 from ffserve.formats import members
+from ffserve.formats.base import ForetoldReadAt
 from ffserve.formats.tar import FORMAT, TarShard
 from ffserve.testing import opened, samples
 
@@ -415,3 +416,60 @@ def test_keys_that_no_reader_finds(tmp_path: Path, key: str) -> None:
 def test_a_uniform_archive_is_seen() -> None:
     assert scan(archive(numbered(50))).members.uniform
     assert not scan(archive(numbered(50, irregular=True))).members.uniform
+
+
+# ---- remote archives -----------------------------------------------------------------------------
+
+
+class FarFile:
+    """A file whose blocks take a round trip; those that were announced before come by the same."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDONLY)
+        self.there: set[int] = set()
+        self._coming: set[int] = set()
+        self.trips = 0
+
+    def read_at(self, offset: int, into: memoryview, /) -> int:
+        self.will_need(offset, len(into))
+        if self._coming - self.there:
+            self.trips += 1
+            self.there |= self._coming
+        self._coming.clear()
+        return os.preadv(self._fd, [into], offset)
+
+    def will_need(self, offset: int, size: int) -> None:
+        self._coming.update(range(offset >> 15, ((offset + size - 1) >> 15) + 1))
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("sizes", "most"), [([300_000], 180), ([400_000, 300_000], 180), ([1_000_000, 3, 5000], 480)]
+)
+def test_headers_of_a_remote_archive_come_many_at_a_time(
+    tmp_path: Path, sizes: list[int], most: int, format: int
+) -> None:
+    path, count = tmp_path / "a.tar", 2400 // len(sizes)
+    with open(path, "wb") as file:
+        for k in range(count):
+            for field, size in enumerate(sizes):
+                info = tarfile.TarInfo(f"{'d' * 120}/{k:05}.f{field}")
+                info.size = size
+                file.write(info.tobuf(format))
+                file.seek(size + -size % 512, os.SEEK_CUR)
+        file.write(bytes(10240))
+    size, file_of = path.stat().st_size, FarFile(path)
+    try:
+        shard = FORMAT.open(
+            ForetoldReadAt(file_of.read_at, file_of.will_need, 1 << 18), size, "a.tar"
+        )
+        with open(path, "rb") as local:
+            expected = FORMAT.open(read_at_of(local.fileno(), "a.tar"), size, "a.tar")
+        assert rows(shard) == rows(expected) and len(rows(shard)) == count * len(sizes)
+        assert file_of.trips < most, file_of.trips
+        assert len(file_of.there) << 15 < 1.2 * (count * len(sizes) << 15) + 16 * max(sizes)
+    finally:
+        file_of.close()

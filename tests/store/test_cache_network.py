@@ -102,6 +102,27 @@ def test_whole_blocks_are_asked_of_the_cache_as_if_it_were_the_origin(
     assert origin.total == before + 9
 
 
+def test_parts_of_an_object_come_in_whole_slices(
+    origin: HttpOrigin, cache: SharedCache, tmp_path: Path
+) -> None:
+    """Also of an object that has got smaller blocks before there was a cache."""
+    content = random.Random(2).randbytes(5 * BLOCK + 77)
+    new, old = (identify(origin.put(name, content)) for name in ("new.tar", "old.tar"))
+    store = Store(str(tmp_path / "store"), 1 << 30, BLOCK)
+    fetcher, small = Fetcher(store), store.open(old, parts=True)
+    for identity, size in ((new, BLOCK), (old, BLOCK // 2)):
+        cache.asked.clear()
+        opened = fetcher.open(identity, parts=True)
+        assert opened.stored.block_size == size
+        assert fetcher.content(opened, 3 * size + 7, 5 * size) == content[3 * size + 7 : 5 * size]
+        assert cache.asked
+        for first, last in ranges(cache):
+            assert first % BLOCK == 0 and (last + 1) % BLOCK == 0
+        fetcher.close(opened)
+    store.close(small)
+    store.abandon()
+
+
 MARKED = [
     each
     if each in ("stopped", "tag", "bytes", 502)

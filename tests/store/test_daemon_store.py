@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from daemon import Daemon, Raw, run_python, serving, started, until
 from origins import HttpOrigin, http_origin
+from tar_files import archive
 
 import ffserve
 from ffserve import limits, protocol
@@ -30,6 +31,7 @@ from ffserve.errors import AccessDenied, FFServeError, ReadError
 from ffserve.server.files.remote import RemoteShard
 from ffserve.server.reading import fetches
 from ffserve.server.sessions.state import ServerState
+from ffserve.store import directory
 from ffserve.store.credentials import Access
 from ffserve.store.directory import Store
 from ffserve.store.fetching import Fetcher, identity_of
@@ -704,6 +706,70 @@ def test_next_uses_of_blocks_are_those_of_their_samples(tmp_path: Path) -> None:
                     expected[block] = part
         assert fetches._next_parts(remote, table, 5).tolist() == expected.tolist()
         store.close(stored)
+    store.abandon()
+
+
+@pytest.mark.parametrize(
+    ("size", "most"), [(100_000, 2.1), (400_000, 1.1), (1_000_000, 1.1), (3_000_000, 1.1)]
+)
+def test_one_of_two_fields_costs_its_bytes(
+    origin: HttpOrigin, tmp_path: Path, size: int, most: float
+) -> None:
+    """Below 256 KiB the file comes whole, for its index."""
+    count = max(24_000_000 // size, 10)
+    rng = np.random.default_rng(size)
+    samples = [{"a": rng.bytes(size), "b": rng.bytes(size)} for _ in range(count)]
+    url = origin.put("a.tar", archive(samples))
+    options = {**daemon_options(tmp_path), "patch": ""}
+    order = rng.permutation(count).tolist()
+    for _ in range(2):
+        with serving(**options) as daemon, daemon.open(url, fields=["a"]) as reader:
+            for k in order:
+                assert bytes(reader.read([k])[0]) == samples[k]["a"]
+        assert origin.total <= most * size * count, origin.total / (size * count)
+
+
+def test_small_neighbours_count_as_the_block_that_they_would_be() -> None:
+    firsts, lasts = np.array([0, 100, 32, 0]), np.array([31, 131, 32, 31])
+    assert fetches._reach(firsts, lasts, np.array([16, 1, 16, 16])) == (4, 2 + 32 + 1)
+    firsts = np.arange(0, 20_000, 20)
+    rows, size = fetches._reach(firsts, firsts + 15, np.full(1000, 16))
+    assert rows == size == limits.GATE_BLOCKS
+
+
+def test_objects_with_blocks_of_another_size_are_read_on(
+    origin: HttpOrigin, tmp_path: Path
+) -> None:
+    """A tar file that was first read as a whole has large blocks."""
+    samples = [{"a": b"%06d" % k * 10_000, "b": b"b" * 300_000} for k in range(20)]
+    content = archive(samples)
+    urls = [origin.put(name, content) for name in ("old.tar", "new.tar")]
+    store = Store(str(tmp_path / "store"), 1 << 30)
+    fetcher = Fetcher(store)
+    old = fetcher.open(identity_of(urls[0]))
+    fetcher.content(old, 600_000, 700_000)
+    new = fetcher.open(identity_of(urls[1]), parts=True)
+    sizes = old.stored.block_size, new.stored.block_size
+    assert sizes == (directory.BLOCK_SIZE, directory.SMALL_BLOCK_SIZE)
+    fetcher.close(old)
+    fetcher.close(new)
+    store.abandon()
+    order = random.Random(0).sample(range(40), 40)
+    for _ in range(2):
+        with (
+            serving(**{**daemon_options(tmp_path), "patch": ""}) as daemon,
+            daemon.open(urls, fields=["a"]) as reader,
+        ):
+            for k in order:
+                assert bytes(reader.read([k])[0]) == samples[k % 20]["a"]
+        assert origin.sent["old.tar"] <= len(content) and origin.sent["new.tar"] <= len(content)
+    store = Store(str(tmp_path / "store"), 1 << 30)
+    fetcher = Fetcher(store)
+    old, new = (fetcher.open(identity_of(url)) for url in urls)
+    assert sizes == (old.stored.block_size, new.stored.block_size)
+    assert fetcher.content(old, 0, len(content)) == content
+    assert fetcher.content(new, 0, len(content)) == content
+    assert origin.sent["old.tar"] == origin.sent["new.tar"] == len(content)
     store.abandon()
 
 

@@ -175,6 +175,7 @@ class Channel:
         }
         if files.tags is not None:
             what["tags"], what["access"] = files.tags, files.access
+            what["parts"] = request.parts
         message = protocol.Open(self._tag(), what, files.identities)
         with self.lock:
             tag = self._request(message)

@@ -43,6 +43,7 @@ class DatasetRequest(Protocol):
     tolerant: bool
     identities: tuple[ObjectVersion, ...]
     states: bytes
+    parts: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,7 +184,9 @@ class ShardOpener:
             await in_thread(remote.open_store)
         for first in range(0, len(positions), REMOTE_COUNT):
             some = positions[first : first + REMOTE_COUNT]
-            wanted = [remote.wanted(k, request.remote[k], access, peer) for k in some]
+            wanted = [
+                remote.wanted(k, request.remote[k], access, peer, parts=request.parts) for k in some
+            ]
             # The name without a format decides as the content does: a user's own choice.
             how = request.format, request.verify, request.tolerant
             keys = [ShardKey(FileIdentity(*one.file), *how, one.owner) for one in wanted]

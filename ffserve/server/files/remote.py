@@ -31,9 +31,9 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from ffserve.config import ServerConfig, format_size
-from ffserve.dtypes import Floats, Int32s, Int64s
+from ffserve.dtypes import Int32s, Int64s, UInt32s
 from ffserve.errors import FFServeError, FormatError, MissingFile, ReadError, UsageError
-from ffserve.formats.base import Admit, ChunkedShard, Shard
+from ffserve.formats.base import Admit, ChunkedShard, ForetoldReadAt, Shard
 from ffserve.limits import ASKED_AT_ONCE, MOST_ORIGINS, MOST_TAG, MOST_URL
 from ffserve.protocol import EVERY
 from ffserve.server.users.peers import OWN, Account, Owner, Peer, account_of
@@ -62,7 +62,8 @@ class WantedFile(NamedTuple):
     """A remote file of an OPEN.
 
     owner: of the domain that it belongs to. name: of the domain in the store. place: see
-    `Access.place`. file: what the shard is identified by, instead of what stat(2) says.
+    `Access.place`. file: what the shard is identified by, instead of what stat(2) says. parts: see
+    `OpenObject`.
     """
 
     position: int
@@ -72,6 +73,7 @@ class WantedFile(NamedTuple):
     name: str
     place: str
     file: tuple[int, int, int, int, int]
+    parts: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -87,12 +89,12 @@ class RemoteShard:
     objects: dict[Owner, OpenObject]
     firsts: Int32s
     lasts: Int32s
-    worth: Floats = field(init=False)
+    worth: UInt32s = field(init=False)
     proofs: dict[Owner, bytes] = field(default_factory=dict)
     """By user: the digest of the access with which the origin let the user read the object."""
 
     def __post_init__(self) -> None:
-        self.worth = np.zeros(self.stored.count)
+        self.worth = np.zeros(self.stored.count, np.uint32)
 
     def object_for(self, owners: Iterable[Owner]) -> OpenObject:
         """Return the object with the access of the first of these users that has it open. Nobody
@@ -163,7 +165,7 @@ class RemoteFiles:
         return served(url) or (self.own and peer.is_self)
 
     def wanted(
-        self, position: int, identity: ObjectVersion, access: Access, peer: Peer
+        self, position: int, identity: ObjectVersion, access: Access, peer: Peer, *, parts: bool
     ) -> WantedFile:
         """Return a remote file with its owner and its name in the store."""
         place = access.place(identity.url)
@@ -175,7 +177,7 @@ class RemoteFiles:
         digest = hashlib.blake2b(seed, digest_size=24).digest()
         inode, mtime, ctime = (int.from_bytes(digest[k : k + 8], "little") >> 1 for k in (0, 8, 16))
         file = self._device, inode, identity.size, mtime, ctime
-        return WantedFile(position, identity, access, owner, name, place, file)
+        return WantedFile(position, identity, access, owner, name, place, file, parts)
 
     def access_for(self, peer: Peer, access: Access, some: Sequence[str]) -> Access:
         """Return the access with which URLs are read for a peer. If its user has passed the same
@@ -274,7 +276,7 @@ class RemoteFiles:
 
         read = partial(
             parsed,
-            noted,
+            ForetoldReadAt(noted, read_at.will_need, read_at.near),
             opened.stored.size,
             opened.shown,
             format,
@@ -321,7 +323,9 @@ class RemoteFiles:
                 )
             pools[pool] += 1
         try:
-            opened = self.fetcher.open(one.identity, domain=one.name, access=one.access, pool=pool)
+            opened = self.fetcher.open(
+                one.identity, domain=one.name, access=one.access, pool=pool, parts=one.parts
+            )
         except BaseException:
             self._leave(account, pool)
             raise

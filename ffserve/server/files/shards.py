@@ -154,7 +154,7 @@ class Request:
 
     paths: the client's names. The daemon opens no file by them. URLs are without secrets.
     identities: the files as the client sees them. remote: the versions of remote files, by
-    position. access: reaches their origins.
+    position. access: reaches their origins. parts: only parts of them are read.
     """
 
     paths: list[str]
@@ -164,6 +164,7 @@ class Request:
     tolerant: bool
     remote: dict[int, ObjectVersion] = field(default_factory=dict)
     access: Access | None = None
+    parts: bool = False
     wanted: Callable[[], bool] = lambda: True
     """Whether the session still waits for them. Threads call it."""
     aliases: list[Alias] = field(default_factory=list)

@@ -23,12 +23,13 @@ import asyncio
 import contextlib
 import errno
 import logging
+import math
 import os
 import random
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,7 +43,7 @@ from ffserve.cache.jobs import JobProgress
 from ffserve.cache.orders import PARTS
 from ffserve.cache.prefetch import Piece
 from ffserve.cache.tables import Directory, ShardTable
-from ffserve.dtypes import Floats, Int64s
+from ffserve.dtypes import Floats, Int32s, Int64s, UInt32s
 from ffserve.errors import AccessDenied, Failure, FFServeError, ReadError
 from ffserve.limits import (
     BLOCK_THREADS,
@@ -55,8 +56,16 @@ from ffserve.reads.fetched import GAP
 from ffserve.server.files.remote import RemoteShard
 from ffserve.server.reading.requests import SampleRequest
 from ffserve.server.users.peers import Owner
-from ffserve.store.blocks import PRESENT, StoredObject
-from ffserve.store.fetching import NOW, Fetcher, OpenObject, Outcome
+from ffserve.store.blocks import PRESENT, StoredObject, runs
+from ffserve.store.fetching import (
+    NOW,
+    Fetcher,
+    OpenObject,
+    Outcome,
+    Outcomes,
+    by_future,
+    outcome_of,
+)
 
 log = logging.getLogger("ffserve")
 
@@ -201,18 +210,17 @@ class BlockGate:
                     except OSError:  # the loads read past the store
                         continue
                     self._pinned[stored] = rising
-                missing = stored.missing(blocks)
-                with self._lock:
-                    self._left += len(missing)
                 opened = remote.object_for([self._owner])
-                futures = self._fetches.ask(opened, missing, remote.worth)
-                for block, future in zip(missing.tolist(), futures, strict=True):
-                    future.add_done_callback(partial(self._came, (stored, block)))
+                asked = self._fetches.ask(opened, stored.missing(blocks), remote.worth)
+                with self._lock:
+                    self._left += len(asked)
+                for future, some in asked.items():
+                    future.add_done_callback(partial(self._came, stored, some))
 
-    def _came(self, key: tuple[StoredObject, int], future: Future[Outcome]) -> None:
+    def _came(self, stored: StoredObject, blocks: list[int], future: Future[Outcomes]) -> None:
         error = future.exception()
         if isinstance(error, FFServeError):
-            self.errors[key] = error
+            self.errors.update({(stored, block): error for block in blocks})
         self._one_came()
 
     def _one_came(self) -> None:
@@ -344,13 +352,15 @@ class Fetches:
         assert self._loop is not None
         return self._loop.call_later(seconds, call)
 
-    def ask(self, opened: OpenObject, blocks: Int64s, worth: Floats) -> list[Future[Outcome]]:
-        """Ask for blocks that a request or a load waits for. Any thread."""
-        futures, now = [], time.time()
-        for block in blocks.tolist():
-            use = now if worth[block] > now else None
-            futures.append(self._fetcher.ask(opened, [block], NOW, use)[block])
-        return futures
+    def ask(
+        self, opened: OpenObject, blocks: Int64s, worth: UInt32s
+    ) -> dict[Future[Outcomes], list[int]]:
+        """Ask for blocks that a request or a load waits for; return them by future. Any thread."""
+        now = time.time()
+        wanted = worth[blocks] > now
+        asked = self._fetcher.ask(opened, blocks[wanted].tolist(), NOW, now)
+        asked.update(self._fetcher.ask(opened, blocks[~wanted].tolist(), NOW, None))
+        return by_future(asked)
 
     # ---- requests -------------------------------------------------------------------------
 
@@ -372,8 +382,12 @@ class Fetches:
         block_size = self._fetcher.store.block_size
         # Of larger samples the load waits for the rest, if there is memory for them at all.
         ends = np.minimum(table.ends, table.begins + GATE_BLOCKS * block_size)
-        firsts, lasts = _covered(table.begins, ends, block_size)
-        rows, size = _reach(table.shards << 40 | firsts, table.shards << 40 | lasts)
+        sizes = np.full(len(bases), block_size)
+        for base, remote in known:
+            sizes[bases == base] = remote.stored.block_size
+        firsts, lasts = _covered(table.begins, ends, sizes)
+        parts = np.maximum(block_size // sizes, 1)
+        rows, size = _reach(table.shards << 40 | firsts, table.shards << 40 | lasts, parts)
 
         def needs() -> Needs:
             mine = [np.flatnonzero(bases[:rows] == base) for base, _ in known]
@@ -500,37 +514,41 @@ class Fetches:
             with waiting.lock:
                 waiting.outcomes.update({(base, block): error for block in missing.tolist()})
             return
+        asked = self.ask(opened, missing, remote.worth)
         with waiting.lock:
-            waiting.left += len(missing)
-        futures = self.ask(opened, missing, remote.worth)
-        for block, future in zip(missing.tolist(), futures, strict=True):
-            future.add_done_callback(partial(self._came, waiting, base, remote, block))
+            waiting.left += len(asked)
+        for future, blocks in asked.items():
+            future.add_done_callback(partial(self._came, waiting, base, remote, blocks))
 
     def _came(
         self,
         waiting: WaitingLoad,
         base: int,
         remote: RemoteShard,
-        block: int,
-        future: Future[Outcome],
+        blocks: list[int],
+        future: Future[Outcomes],
     ) -> None:
-        """Note that a block is there or cannot be had. Any thread."""
-        error = future.exception()
-        outcome: Outcome | FFServeError
-        if error is None:
-            outcome = future.result()
-            gone = outcome is True and remote.stored.state.words[block] != PRESENT
-        else:
-            outcome = _as_error(error)
-            # It may have been asked with the access of another user.
-            gone = isinstance(outcome, AccessDenied) and len(remote.objects) > 1
+        """Note that blocks are there or cannot be had. Any thread."""
+        error, words = future.exception(), remote.stored.state.words
+        again: list[int] = []
         with waiting.lock:
-            retry = gone and (error is None or (base, block) not in waiting.again)
-            waiting.again.add((base, block))
-            if not retry:
-                waiting.outcomes[base, block] = outcome
-        if retry:
-            self._ask(waiting, base, remote, np.array([block], np.int64))
+            for block in blocks:
+                outcome: Outcome | FFServeError
+                if error is None:
+                    outcome = outcome_of(future.result(), block)
+                    retry = outcome is True and words[block] != PRESENT
+                else:
+                    outcome = _as_error(error)
+                    # It may have been asked with the access of another user.
+                    retry = isinstance(outcome, AccessDenied) and len(remote.objects) > 1
+                    retry = retry and (base, block) not in waiting.again
+                    waiting.again.add((base, block))
+                if retry:
+                    again.append(block)
+                elif outcome is not True:
+                    waiting.outcomes[base, block] = outcome
+        if again:
+            self._ask(waiting, base, remote, np.array(again, np.int64))
         self._one_came(waiting)
 
     def _one_came(self, waiting: WaitingLoad) -> None:
@@ -558,13 +576,13 @@ class Fetches:
         for row in self._touching(waiting, base, [block]).tolist():
             waiting.errors[row] = error
 
-    def _touching(self, waiting: WaitingLoad, base: int, blocks: Sequence[int]) -> Int64s:
+    def _touching(self, waiting: WaitingLoad, base: int, blocks: list[int]) -> Int64s:
         """Return the rows of a load that need any of these blocks."""
         rows, table = waiting.rows[base], waiting.load.blocks
         size = self._shards[base].stored.block_size
         touching = np.zeros(len(rows), np.bool_)
-        for block in blocks:
-            low, high = block * size, (block + 1) * size
+        for first, count in runs(np.sort(blocks)):
+            low, high = first * size, (first + count) * size
             touching |= (table.begins[rows] < high) & (table.ends[rows] > low)
         return rows[touching]
 
@@ -595,17 +613,15 @@ class Fetches:
             future.add_done_callback(partial(self._passed, waiting, fd, begin, some))
 
     def _passed(
-        self, waiting: WaitingLoad, fd: int, begin: int, rows: list[int], future: Future[Outcome]
+        self, waiting: WaitingLoad, fd: int, begin: int, rows: list[int], future: Future[bytes]
     ) -> None:
         """Note that bytes have come past the store, or cannot be had. Any thread."""
         failure: FFServeError | None = None
         if (error := future.exception()) is not None:
             failure = _as_error(error)
         else:
-            content = future.result()
-            assert isinstance(content, bytes)
             try:
-                _write(fd, memoryview(content), begin)
+                _write(fd, memoryview(future.result()), begin)
             except OSError as failed:
                 failure = ReadError(f"there is no memory for bytes that pass the store: {failed}")
         if failure is not None:
@@ -760,36 +776,39 @@ class Fetches:
             return
         store, owners = self._fetcher.store, list(self._followers.get(progress, ()))
         size = sum(remote.stored.size for remote in shards.values())
-        horizon, least = HORIZON, 1
+        horizon, least = HORIZON, 0.0
         if size > store.limit:
             mean = max(progress.payload_size // max(progress.sample_count, 1), 1)
             horizon = min(int(store.limit) // 2 // mean + 1, FAR_HORIZON)
-            least = -(-int(WORTH * store.block_size) // mean)
+            least = WORTH / mean
         numbers = order.numbers(position, position + horizon)
         after = orders.get(epoch + 1)
         if len(numbers) < horizon and after is not None:
             numbers = np.concatenate((numbers, after.numbers(0, horizon - len(numbers))))
         rate = max(progress.rate(now), LEAST_RATE)
-        most = int(min(store.limit / 4, MOST_FETCHED_AHEAD)) // store.block_size
-        for place, remote, block in _upcoming(numbers, shards, least):
-            ahead_s = place / rate
+        left = int(min(store.limit / 4, MOST_FETCHED_AHEAD))
+        for place, remote, first, count in _upcoming(numbers, shards, least):
+            ahead_s, stored = place / rate, remote.stored
             due = time.time() + ahead_s
-            stored = remote.stored
-            remote.worth[block] = due + SOON_S
-            stored.state.uses[block] = min(int(due) + 1, LATEST)
-            key = stored, block
-            if most > 0 and stored.state.words[block] != PRESENT and key not in self._refused:
-                most -= 1
-                opened, refused = remote.object_for(owners), self._refused
-                if self._fetcher.is_asked(opened, block):
-                    continue
-                if self._fetcher.queued_count(opened) >= MOST_QUEUED:
-                    break
-                # Nodes with the same order would ask a cache network for the same block at once.
-                early = random.uniform(0.5, 1.0) if opened.remote.is_cached else 1.0
-                first = due - (1.0 - early) * ahead_s
-                future = self._fetcher.ask(opened, [block], first, due)[block]
-                future.add_done_callback(partial(_note_refusal, refused, key))
+            blocks = np.arange(first, first + count)
+            remote.worth[blocks] = due + SOON_S
+            stored.state.uses[blocks] = min(int(due) + 1, LATEST)
+            missing = stored.missing(blocks).tolist()
+            wanted = [block for block in missing if (stored, block) not in self._refused]
+            most, left = left // stored.block_size, left - len(wanted) * stored.block_size
+            if most <= 0 or not wanted:
+                continue
+            opened, refused = remote.object_for(owners), self._refused
+            new = [b for b in wanted[:most] if not self._fetcher.is_asked(opened, b)]
+            small = stored.block_size < store.block_size
+            most_queued = MOST_QUEUED // 4 if small else MOST_QUEUED
+            if new and self._fetcher.queued_count(opened) >= most_queued:
+                break
+            # Nodes with the same order would ask a cache network for the same block at once.
+            early = random.uniform(0.5, 1.0) if opened.remote.is_cached else 1.0
+            asked = self._fetcher.ask(opened, new, due - (1.0 - early) * ahead_s, due)
+            for future, some in by_future(asked).items():
+                future.add_done_callback(partial(_note_refusal, refused, stored, some))
 
     def close(self) -> None:
         """End the threads."""
@@ -798,11 +817,18 @@ class Fetches:
 
 
 def _note_refusal(
-    refused: set[tuple[StoredObject, int]], key: tuple[StoredObject, int], future: Future[Outcome]
+    refused: set[tuple[StoredObject, int]],
+    stored: StoredObject,
+    blocks: list[int],
+    future: Future[Outcomes],
 ) -> None:
-    """Note a block that could not be fetched ahead."""
-    if future.exception() is not None or future.result() is not True:
-        refused.add(key)
+    """Note which blocks could not be fetched ahead."""
+    failed = future.exception() is not None
+    refused.update(
+        (stored, block)
+        for block in blocks
+        if failed or outcome_of(future.result(), block) is not True
+    )
 
 
 def _guarded(call: Callable[[], object]) -> None:
@@ -823,16 +849,17 @@ def _in_order(stored: StoredObject, begins: Int64s, ends: Int64s) -> Int64s:
     firsts, spans, places = _spans(*_covered(begins, ends, stored.block_size))
     order = np.argsort(places)
     firsts, spans = firsts[order], spans[order]
-    before = np.cumsum(spans) - spans
-    blocks = np.repeat(firsts - before, spans) + np.arange(int(spans.sum()))
+    blocks, _ = _each(firsts, firsts + spans - 1)
     different, places = np.unique(blocks, return_index=True)
     ordered: Int64s = different[np.argsort(places)]
     return ordered[ordered < stored.count]
 
 
-def _covered(begins: Int64s, ends: Int64s, size: int) -> tuple[Int64s, Int64s]:
-    """Return the first and the last block of extents."""
-    return begins // size, np.maximum(ends - 1, begins) // size
+def _covered(begins: Int64s, ends: Int64s, size: int | Int64s) -> tuple[Int64s, Int64s]:
+    """Return the first and the last block of extents. Args: size: of blocks."""
+    firsts: Int64s = np.floor_divide(begins, size)
+    lasts: Int64s = np.floor_divide(np.maximum(ends - 1, begins), size)
+    return firsts, lasts
 
 
 def _spans(firsts: Int64s, lasts: Int64s) -> tuple[Int64s, Int64s, Int64s]:
@@ -844,12 +871,15 @@ def _spans(firsts: Int64s, lasts: Int64s) -> tuple[Int64s, Int64s, Int64s]:
     return different, spans, places
 
 
-def _reach(firsts: Int64s, lasts: Int64s) -> tuple[int, int]:
+def _reach(firsts: Int64s, lasts: Int64s, parts: Int64s) -> tuple[int, int]:
     """Return how many runs, from the first one on, have GATE_BLOCKS blocks together, and how many
-    they have, about."""
+    they have, about.
+
+    Args: parts: by run: so many neighbours count as one block.
+    """
     _, spans, places = _spans(firsts, lasts)
     counts = np.zeros(len(firsts), np.int64)
-    counts[places] = spans
+    counts[places] = -(-spans // parts[places])
     sums = np.cumsum(counts)
     rows = max(int(np.searchsorted(sums, GATE_BLOCKS, side="right")), 1)
     return rows, int(sums[rows - 1])
@@ -863,13 +893,19 @@ def _are_there(remote: RemoteShard, own: Int64s) -> NDArray[np.bool_]:
     words = remote.stored.state.words
     there: NDArray[np.bool_] = (words[firsts] == PRESENT) & (words[lasts] == PRESENT)
     wide = np.flatnonzero((lasts - firsts > 1) & there)
-    different, places = np.unique(own[wide], return_inverse=True)
-    whole = [
-        bool((words[remote.firsts[k] : remote.lasts[k] + 1] == PRESENT).all())
-        for k in different.tolist()
-    ]
-    there[wide] = np.array(whole, np.bool_)[places]
+    if len(wide):
+        different, places = np.unique(own[wide], return_inverse=True)
+        blocks, begins = _each(remote.firsts[different], remote.lasts[different])
+        there[wide] = np.logical_and.reduceat(words[blocks] == PRESENT, begins)[places]
     return there
+
+
+def _each(firsts: Int32s | Int64s, lasts: Int32s | Int64s) -> tuple[Int64s, Int64s]:
+    """Return all blocks of runs, and where those of each run begin."""
+    spans: Int64s = (lasts - firsts + 1).astype(np.int64)
+    begins: Int64s = np.cumsum(spans, dtype=np.int64) - spans
+    blocks: Int64s = np.repeat(firsts - begins, spans) + np.arange(int(spans.sum()))
+    return blocks, begins
 
 
 def _covering(stored: StoredObject, begins: Int64s, ends: Int64s) -> Int64s:
@@ -912,18 +948,21 @@ def _next_parts(remote: RemoteShard, table: NDArray[np.uint8], first: int) -> ND
         np.minimum.at(found, firsts[runs], np.minimum.reduceat(ranks, runs))
     wide = np.flatnonzero(lasts > firsts)
     np.minimum.at(found, lasts[wide], ranks[wide])
-    for k in np.flatnonzero(lasts - firsts > 1).tolist():
-        span = slice(int(firsts[k]) + 1, int(lasts[k]))
-        found[span] = np.minimum(found[span], ranks[k])
+    inner = np.flatnonzero(lasts - firsts > 1)
+    blocks, _ = _each(firsts[inner] + 1, lasts[inner] - 1)
+    np.minimum.at(found, blocks, np.repeat(ranks[inner], lasts[inner] - firsts[inner] - 1))
     return found + np.uint8(1)
 
 
 def _upcoming(
-    numbers: Int64s, shards: dict[int, RemoteShard], least: int
-) -> list[tuple[int, RemoteShard, int]]:
-    """Return the blocks that contain at least `least` of these samples, soonest needed first: the
-    place of their first use, and where they are."""
-    found: list[tuple[int, RemoteShard, int]] = []
+    numbers: Int64s, shards: dict[int, RemoteShard], least: float
+) -> list[tuple[int, RemoteShard, int, int]]:
+    """Return the blocks of which these samples use at least so many bytes, soonest needed first:
+    the place of their first use, the first block, and how many neighbours are used first there.
+
+    Args: least: samples, for each byte of a block; a block has one at least.
+    """
+    found: list[tuple[int, RemoteShard, int, int]] = []
     bases = np.array(sorted(shards), np.int64)
     owners = np.searchsorted(bases, numbers, side="right") - 1
     for k in np.unique(owners[owners >= 0]).tolist():
@@ -933,19 +972,18 @@ def _upcoming(
         own = numbers[places] - base
         inside = own < len(remote.firsts)  # behind it may be numbers of others
         places, own = places[inside], own[inside]
-        firsts, lasts = remote.firsts[own].astype(np.int64), remote.lasts[own].astype(np.int64)
-        spans = lasts - firsts + 1
-        before = np.cumsum(spans) - spans
-        blocks = np.repeat(firsts - before, spans) + np.arange(int(spans.sum()))
-        at = np.repeat(places, spans)
+        firsts, lasts = remote.firsts[own], remote.lasts[own]
+        blocks, _ = _each(firsts, lasts)
+        at = np.repeat(places, lasts - firsts + 1)
         different, first, counts = np.unique(blocks, return_index=True, return_counts=True)
-        chosen = (counts >= least) & (different < remote.stored.count)
-        found.extend(
-            (place, remote, block)
-            for place, block in zip(
-                at[first[chosen]].tolist(), different[chosen].tolist(), strict=True
-            )
-        )
+        enough = counts >= math.ceil(least * remote.stored.block_size)
+        chosen = np.flatnonzero(enough & (different < remote.stored.count))
+        different, at = different[chosen], at[first[chosen]]
+        edges = np.flatnonzero((np.diff(different) != 1) | (np.diff(at) != 0)) + 1
+        begins = np.concatenate(([0], edges)) if len(at) else edges
+        counts = np.diff(begins, append=len(at))
+        rows = at[begins].tolist(), different[begins].tolist(), counts.tolist()
+        found.extend((place, remote, *run) for place, *run in zip(*rows, strict=True))
     return sorted(found, key=lambda each: each[0])
 
 

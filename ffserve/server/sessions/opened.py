@@ -84,7 +84,7 @@ class SessionDatasets:
         what, user = message.what, self._context.user
         paths: Any = what.get("paths")
         name, verify = what.get("format"), what.get("verify")
-        tolerant = what.get("tolerant", False)
+        tolerant, parts = what.get("tolerant", False), what.get("parts", False)
         if self.refuses(now):
             return
         if not isinstance(paths, list):
@@ -107,6 +107,7 @@ class SessionDatasets:
             or not (name is None or isinstance(name, str))
             or not isinstance(verify, bool)
             or not isinstance(tolerant, bool)
+            or not isinstance(parts, bool)
         ):
             raise ProtocolError(
                 "invalid OPEN message: a path is not absolute, or an option is invalid"
@@ -122,7 +123,7 @@ class SessionDatasets:
             now = yield user.opening
         self._context.join_job(now)
         self.begin_opening()
-        found = remote.versions, remote.access
+        found = remote.versions, remote.access, parts
         request = Request(paths, identities, name, verify, tolerant, *found, self._is_wanted)
         self._opener(message.tag, request)
 
