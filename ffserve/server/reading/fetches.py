@@ -858,6 +858,8 @@ def _are_there(remote: RemoteShard, own: Int64s) -> NDArray[np.bool_]:
     words = remote.stored.state.words
     there: NDArray[np.bool_] = (words[firsts] == PRESENT) & (words[lasts] == PRESENT)
     wide = np.flatnonzero((lasts - firsts > 1) & there)
+    if not len(wide):
+        return there
     different, places = np.unique(own[wide], return_inverse=True)
     whole = [
         bool((words[remote.firsts[k] : remote.lasts[k] + 1] == PRESENT).all())
@@ -869,7 +871,11 @@ def _are_there(remote: RemoteShard, own: Int64s) -> NDArray[np.bool_]:
 
 def _covering(stored: StoredObject, begins: Int64s, ends: Int64s) -> Int64s:
     """Return the blocks of extents, rising."""
-    return np.sort(_in_order(stored, begins, ends))
+    firsts, lasts = _covered(begins, ends, stored.block_size)
+    if (lasts - firsts > 1).any():
+        return np.sort(_in_order(stored, begins, ends))
+    blocks: Int64s = np.unique(np.concatenate((firsts, lasts)))
+    return blocks[: np.searchsorted(blocks, stored.count)]
 
 
 def _merged(begins: Int64s, ends: Int64s, rows: Int64s) -> list[tuple[int, int, list[int]]]:
