@@ -53,8 +53,8 @@ CLAIMS, PINS, OPEN = 0, 1 << 40, 1 << 41
 """The first byte of each kind of locks."""
 PAGE = 4096
 _WRITE_SIZE = 256 << 10
-"""Bytes of one write at most. The page cache takes memory in as large pieces as a write is long. For
-larger ones the kernel moves other pages, which took up to seven times as long as the write."""
+"""Bytes of one write at most. The page cache takes memory in as large pieces as a write is long.
+For larger ones the kernel moves other pages, which took up to eight times as long as the write."""
 HEAD_SIZE = 4096
 _HEAD = struct.Struct("<8sIIQII36s")
 _MAGIC, _VERSION = b"ffstore\n", 1
