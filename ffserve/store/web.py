@@ -36,7 +36,7 @@ body has."""
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?![0-9])")
 _LENGTH = re.compile(r"[0-9]{1,18}")
 _TOGETHER = struct.pack("@ll", 0, 200_000)
-"""A part of a body is received for so long by one call (`timeval`), which returns what came."""
+"""A call that receives a long part waits for so long in all (`timeval`), and returns what came."""
 _MOST_HOPS = 5
 _Proxy: TypeAlias = tuple[str, int, dict[str, str]]
 """Host, port, and the headers that it needs."""
@@ -92,7 +92,7 @@ def address_of(url: str) -> WebAddress:
 
 class _Received(io.RawIOBase):
     """The bytes that come through a socket without TLS. A long part is received by one call of the
-    kernel, so few of its packets wake the thread, and none of them the interpreter."""
+    kernel, so the interpreter does not run for each of its packets."""
 
     def __init__(self, sock: socket.socket, raw: io.RawIOBase) -> None:
         self._sock, self._raw = sock, raw
@@ -336,8 +336,9 @@ class Web:
                     connection.connect()
                     connection.sock.settimeout(self._silent_s)
                 connection.sock.sendall(head)
-                for part in [body] * bool(body) if isinstance(body, bytes) else body:
-                    connection.sock.sendall(part)
+                for part in (body,) if isinstance(body, bytes) else body:
+                    if part:
+                        connection.sock.sendall(part)
                 return Answer(self, to, connection, method)
             except BaseException as error:
                 connection.close()
