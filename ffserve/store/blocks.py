@@ -52,7 +52,7 @@ yet."""
 CLAIMS, PINS, OPEN = 0, 1 << 40, 1 << 41
 """The first byte of each kind of locks."""
 PAGE = 4096
-_WRITE_SIZE = 256 << 10
+_WRITE_SIZE = 128 << 10
 """Bytes of one write at most. The page cache takes memory in as large pieces as a write is long.
 For larger ones the kernel moves other pages, which took up to eight times as long as the write."""
 HEAD_SIZE = 4096
