@@ -559,8 +559,8 @@ def _long(bench: Bench, data: BenchmarkData) -> Group:
 
     rows = (
         Row("store/long/first", "ffserve, first epoch", _rate, limit=0.9),
-        Row("store/long/cpu", "CPU of the daemon meanwhile", _daemon_cores, "cores", limit=0.5,
-            at_most=True),
+        Row("store/long/cpu", "CPU of the daemon, at the rate of the link", _daemon_cores, "cores",
+            limit=0.5, at_most=True),
     )  # fmt: skip
     return Group(
         f"remote files of {data.name} in random order, {LONG_RATE / 1e6:.0f} MB/s, {LONG_MS} ms",
@@ -571,7 +571,7 @@ def _long(bench: Bench, data: BenchmarkData) -> Group:
 
 
 def _daemon_cores(result: Result, _: Result | None) -> float:
-    return result.daemon["cpu_s"] / result.daemon["wall_s"]
+    return result.daemon["cpu_s"] / result.total("size") * LONG_RATE
 
 
 def _plain(bench: Bench, data: BenchmarkData) -> Yardstick:

@@ -52,6 +52,9 @@ yet."""
 CLAIMS, PINS, OPEN = 0, 1 << 40, 1 << 41
 """The first byte of each kind of locks."""
 PAGE = 4096
+_WRITE_SIZE = 128 << 10
+"""Bytes of one write at most. The page cache takes memory in as large pieces as a write is long.
+For larger ones the kernel moves other pages, which took up to eight times as long as the write."""
 HEAD_SIZE = 4096
 _HEAD = struct.Struct("<8sIIQII36s")
 _MAGIC, _VERSION = b"ffstore\n", 1
@@ -83,12 +86,15 @@ def is_locked(fd: int, place: int) -> bool:
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
-def runs(blocks: Int64s) -> list[tuple[int, int]]:
+def runs(blocks: Int64s) -> list[list[int]]:
     """Return first and count of each run of consecutive numbers; `blocks` rise."""
-    if not len(blocks):
-        return []
-    edges = np.flatnonzero(np.diff(blocks) != 1) + 1
-    return [(int(part[0]), len(part)) for part in np.split(blocks, edges)]
+    found: list[list[int]] = []
+    for block in blocks.tolist():  # NumPy needs ten times as long for a few
+        if found and block == sum(found[-1]):
+            found[-1][1] += 1
+        else:
+            found.append([block, 1])
+    return found
 
 
 def whole_pages(size: int) -> int:
@@ -110,7 +116,7 @@ def write_at(fd: int, content: bytes | memoryview, at: int) -> None:
     """Write all of some bytes at an offset. Raises: OSError."""
     view = memoryview(content)
     while view:
-        done = os.pwrite(fd, view, at)
+        done = os.pwrite(fd, view[:_WRITE_SIZE], at)
         at, view = at + done, view[done:]
 
 

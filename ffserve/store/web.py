@@ -19,6 +19,7 @@ import re
 import select
 import socket
 import ssl
+import struct
 import threading
 import weakref
 from base64 import b64encode
@@ -34,6 +35,8 @@ _LINES_SIZE = 64 << 10
 body has."""
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?![0-9])")
 _LENGTH = re.compile(r"[0-9]{1,18}")
+_TOGETHER = struct.pack("@ll", 0, 200_000)
+"""A call that receives a long part waits for so long in all (`timeval`), and returns what came."""
 _MOST_HOPS = 5
 _Proxy: TypeAlias = tuple[str, int, dict[str, str]]
 """Host, port, and the headers that it needs."""
@@ -87,6 +90,34 @@ def address_of(url: str) -> WebAddress:
     return WebAddress(tls, parts.hostname, parts.port or (443 if tls else 80), path)
 
 
+class _Received(io.RawIOBase):
+    """The bytes that come through a socket without TLS. A long part is received by one call of the
+    kernel, so the interpreter does not run for each of its packets."""
+
+    def __init__(self, sock: socket.socket, raw: io.RawIOBase) -> None:
+        self._sock, self._raw = sock, raw
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int | None:
+        if len(into) > io.DEFAULT_BUFFER_SIZE:
+            silent_s = self._sock.gettimeout()
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TOGETHER)
+            self._sock.settimeout(None)  # else MSG_WAITALL does not wait
+            try:
+                return self._sock.recv_into(into, 0, socket.MSG_WAITALL)
+            except BlockingIOError:  # nothing came in _TOGETHER
+                pass
+            finally:
+                self._sock.settimeout(silent_s)
+        return self._raw.readinto(into)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
 class _Content(io.BufferedReader):
     """The bytes of an answer: no line without its end, nor lines without end."""
 
@@ -118,7 +149,8 @@ class _Response(http.client.HTTPResponse):
     def __init__(self, sock: socket.socket, method: str) -> None:
         super().__init__(sock, method=method)
         self._has_body = method != "HEAD"
-        self.fp = _Content(self.fp.detach())
+        raw = self.fp.detach()
+        self.fp = _Content(_Received(sock, raw) if type(sock) is socket.socket else raw)
 
     def begin(self) -> None:
         """Read what is before the body of the final answer. Raises: OSError, ValueError."""
@@ -303,8 +335,10 @@ class Web:
                 if not used:
                     connection.connect()
                     connection.sock.settimeout(self._silent_s)
-                for part in (head, body) if isinstance(body, bytes) else (head, *body):
-                    connection.sock.sendall(part)
+                connection.sock.sendall(head)
+                for part in (body,) if isinstance(body, bytes) else body:
+                    if part:
+                        connection.sock.sendall(part)
                 return Answer(self, to, connection, method)
             except BaseException as error:
                 connection.close()

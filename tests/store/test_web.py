@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 from origins import tls_context
@@ -189,6 +192,35 @@ def test_answers_that_are_none(web: Web, answer: bytes, kind: type[Exception], t
             got(web, server.url)
         server.answer = lambda _: sized(b"well")
         assert got(web, server.url) == b"well", "nothing of the first answer is left"
+
+
+def test_a_long_body_comes_in_many_parts() -> None:
+    """The interpreter makes few calls for it. An origin is silent only when nothing comes."""
+    received = []
+
+    def note(frame: FrameType, event: str, function: Any) -> None:
+        if event == "c_call" and function.__name__ == "recv_into":
+            received.append(function)
+
+    def serve(listener: socket.socket) -> None:
+        connection = listener.accept()[0]
+        with connection:
+            connection.recv(65536)
+            connection.sendall(sized(30 * BODY)[: -30 * len(BODY)])
+            for _ in range(30):
+                connection.sendall(BODY)
+                time.sleep(0.05)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        begun = time.monotonic()
+        sys.setprofile(note)
+        try:
+            body = got(Web(5, 1), f"http://127.0.0.1:{listener.getsockname()[1]}", 40 * len(BODY))
+        finally:
+            sys.setprofile(None)
+        assert body == 30 * BODY
+        assert len(received) < 6 + (time.monotonic() - begun) / 0.2
 
 
 def test_redirects_end(web: Web) -> None:

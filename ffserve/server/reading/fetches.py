@@ -910,7 +910,11 @@ def _each(firsts: Int32s | Int64s, lasts: Int32s | Int64s) -> tuple[Int64s, Int6
 
 def _covering(stored: StoredObject, begins: Int64s, ends: Int64s) -> Int64s:
     """Return the blocks of extents, rising."""
-    return np.sort(_in_order(stored, begins, ends))
+    firsts, lasts = _covered(begins, ends, stored.block_size)
+    if (lasts - firsts > 1).any():
+        return np.sort(_in_order(stored, begins, ends))
+    blocks: Int64s = np.unique(np.concatenate((firsts, lasts)))
+    return blocks[: np.searchsorted(blocks, stored.count)]
 
 
 def _merged(begins: Int64s, ends: Int64s, rows: Int64s) -> list[tuple[int, int, list[int]]]:
