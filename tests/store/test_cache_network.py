@@ -465,6 +465,7 @@ def test_what_is_not_signed_for_one_object_stays_between_daemon_and_origin(
         assert cache_network.current().faults == 1, "it wants a certificate"  # type: ignore[union-attr]
 
 
+@pytest.mark.stores
 def test_signatures_of_s3_are_those_of_botocore(monkeypatch: pytest.MonkeyPatch) -> None:
     auth = pytest.importorskip("botocore.auth")
     request = pytest.importorskip("botocore.awsrequest").AWSRequest

@@ -74,10 +74,12 @@ def listing(page: Page, kind: str, *, sized: bool = False) -> Iterator[str]:
         server.server_close()
 
 
+@pytest.mark.stores
 def test_a_listing_takes_the_memory_of_the_files_that_are_wanted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """60,000 objects took 60 MB, also where one of them was wanted."""
+    pytest.importorskip("botocore")
 
     def page(query: dict[str, str]) -> Iterator[bytes]:
         at = int(query.get("continuation-token", "0"))
@@ -195,6 +197,7 @@ def test_a_page_without_end_took_all_memory(tmp_path: Path, what: str) -> None:
     assert "lists its files in more than 1 MiB" in said and f"{address}/d/" in said
 
 
+@pytest.mark.stores
 @pytest.mark.parametrize("what", ["stage", "run"])
 @pytest.mark.parametrize("kind", ["files", "empty pages", "the same page"])
 def test_pages_of_a_bucket_without_end_took_all_memory(

@@ -38,6 +38,13 @@ SCHEMES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "webhdfs": ("requests", "webhdfs://{host}/a.ffr", {}),
 }
 """By scheme: the module that it needs, a URL, and options without credentials."""
+NEEDS_PACKAGES = "hf", "gs", "webhdfs"
+"""Schemes whose packages `make stores` brings."""
+
+
+def marked(name: str, *more: Any) -> Any:
+    """Return a parameter, with a mark if it needs packages."""
+    return pytest.param(name, *more, marks=[pytest.mark.stores] if name in NEEDS_PACKAGES else [])
 
 
 def ask(name: str, url: str, home: Path, proxy: str, **more: Any) -> None:
@@ -76,7 +83,7 @@ def ask(name: str, url: str, home: Path, proxy: str, **more: Any) -> None:
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", map(marked, SCHEMES))
 def test_an_origin_saw_the_credentials_of_the_daemons_user(name: str, tmp_path: Path) -> None:
     """The Hub's client took them from ~/.netrc."""
     with recorder() as origin, recorder() as proxy:
@@ -90,11 +97,11 @@ def test_an_origin_saw_the_credentials_of_the_daemons_user(name: str, tmp_path: 
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("http", {"headers": {"X-Api-Key": "mine", "Cookie": "mine", "Host": "mine"}}),
-        ("hf", {"token": "mine"}),
-        ("gs", {"token": "mine", "user_project": "mine"}),
-        ("abfs", {"account_name": "mine", "account_key": "bWluZQ=="}),
-        ("s3", {"key": "mine", "secret": "mine", "token": "mine"}),
+        marked("http", {"headers": {"X-Api-Key": "mine", "Cookie": "mine", "Host": "mine"}}),
+        marked("hf", {"token": "mine"}),
+        marked("gs", {"token": "mine", "user_project": "mine"}),
+        marked("abfs", {"account_name": "mine", "account_key": "bWluZQ=="}),
+        marked("s3", {"key": "mine", "secret": "mine", "token": "mine"}),
     ],
 )
 def test_another_host_got_the_headers_of_a_request_that_was_redirected(

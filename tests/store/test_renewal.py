@@ -175,6 +175,7 @@ def test_options_are_collected_again_when_it_is_time() -> None:
     assert not same.renewed(fixed), "the same would be refused again"
 
 
+@pytest.mark.stores
 @pytest.mark.parametrize(
     "query", [{}, {"list-type": "2", "prefix": "a b/ü+&=~*'()", "delimiter": ""}]
 )

@@ -143,6 +143,7 @@ def test_what_azure_and_web_hdfs_have_travels(monkeypatch: pytest.MonkeyPatch) -
         collect(["webhdfs://h/x"])
 
 
+@pytest.mark.stores
 def test_a_file_system_of_web_hdfs_takes_nothing_of_this_user() -> None:
     pytest.importorskip("requests")
     given = access(webhdfs={"user": "a", "port": 2})

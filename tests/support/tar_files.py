@@ -59,10 +59,7 @@ def by_tarfile(content: bytes) -> Members | None:
     found: Members = []
     try:
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as opened:
-            for _ in itertools.repeat(None, 10_000):
-                member = opened.next()
-                if member is None:
-                    break
+            for member in itertools.islice(opened, 10_000):
                 name = member.name.encode("utf-8", "surrogateescape")
                 if not _is_record(name) or not (member.isreg() or member.islnk()):
                     continue
