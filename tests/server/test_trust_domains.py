@@ -30,7 +30,8 @@ MIB = 1 << 20
 AS_USER = """
 import os, sys
 uid, groups = int(sys.argv.pop(1)), [int(g) for g in sys.argv.pop(1).split(",") if g]
-import ffserve, ffserve.reader, ffserve.formats.recordio, ffserve.formats.tar, ffserve.formats.tfrecord
+import ffserve, ffserve.reader
+import ffserve.formats.recordio, ffserve.formats.tar, ffserve.formats.tfrecord
 import msgpack
 import ctypes, daemon as support
 import numpy as np

@@ -83,7 +83,7 @@ def ask(name: str, url: str, home: Path, proxy: str, **more: Any) -> None:
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("name", map(marked, SCHEMES))
+@pytest.mark.parametrize("name", [marked(name) for name in SCHEMES])
 def test_an_origin_saw_the_credentials_of_the_daemons_user(name: str, tmp_path: Path) -> None:
     """The Hub's client took them from ~/.netrc."""
     with recorder() as origin, recorder() as proxy:
