@@ -34,13 +34,17 @@ from contents import (
     CHANGING,
     COMPRESSED,
     DAMAGED,
+    KEPT_VERSIONS,
     MIXED,
     OVERWRITTEN,
+    REMOTE,
+    REPLACED,
     SMALL,
     SOUND,
     Int64s,
     Spec,
     Truth,
+    Versions,
     WrongSampleError,
     forget_version,
     key_of,
@@ -63,6 +67,7 @@ RATES = {
     "awaiting": 5000,
     "alone": 15_000,
     "dropin": 3000,
+    "remote": 2000,
 }
 """Samples a second that a client of a kind asks for at most; so the run is one of many kinds, and
 leaves the machine time for what happens to them."""
@@ -522,30 +527,6 @@ def command(client: Client) -> None:
 # ---- files that change, and damaged ones --------------------------------------------------------
 
 
-class Versions:
-    """Versions of a file: the last that was begun, and the last that is complete."""
-
-    def __init__(self, folder: Path, spec: Spec) -> None:
-        path = folder / "versions" / spec.name
-        if not path.exists():
-            path.write_bytes(bytes(16))
-        self.numbers = np.memmap(path, np.int64, "r+", shape=(2,))
-
-    @property
-    def begun(self) -> int:
-        """The number of the last version that was begun."""
-        return int(self.numbers[0])
-
-    @property
-    def done(self) -> int:
-        """The number of the last version that is complete."""
-        return int(self.numbers[1])
-
-
-KEPT_VERSIONS = 200
-"""Versions whose sums are kept; readers hold a file for some seconds."""
-
-
 def writing(client: Client) -> None:
     """Replace files under their names, and overwrite one in place."""
     while client.going():
@@ -578,9 +559,13 @@ def writing(client: Client) -> None:
 
 def changing(client: Client) -> None:
     """Files that are replaced: a reader has the samples of one version, the current one."""
+    _replaced(client, CHANGING, str(client.folder))
+
+
+def _replaced(client: Client, specs: Sequence[Spec], place: str) -> None:
     while client.going():
-        spec = client.chance.choice(CHANGING)
-        versions, path = Versions(client.folder, spec), client.folder / spec.name
+        spec = client.chance.choice(specs)
+        versions, path = Versions(client.folder, spec), f"{place}/{spec.name}"
         lowest = versions.done
         try:
             with client.open(path) as reader:
@@ -688,11 +673,47 @@ def damaged(client: Client) -> None:
         time.sleep(client.chance.random())
 
 
+# ---- remote files -------------------------------------------------------------------------------
+
+
+def remote(client: Client) -> None:
+    """Files of an origin that fails for seconds, by a cache that fails and lies: no error comes of
+    that. Those of an odd number ask the cache when they read by themselves, and every second pair
+    always does that."""
+    truth, place = client.truth(REMOTE), _origin(client)
+    urls = [f"{place}/{spec.name}" for spec in REMOTE]
+    options = {"server": "off"} if client.number // 2 % 2 else {}
+    steps = (_by_batch, _by_read, _by_scan, _by_iteration, _by_one)
+    while client.going():
+        try:
+            with client.open(urls, **options) as reader:
+                until = time.monotonic() + 20 * client.chance.random()
+                while client.going() and time.monotonic() < until:
+                    client.chance.choice(steps)(client, reader, truth)
+        except ReadError as error:
+            if "ignores ranges" not in str(error):
+                raise
+            client.count(errors=1)
+
+
+def replaced(client: Client) -> None:
+    """An object that is replaced at the origin: a reader has the samples of one version."""
+    _replaced(client, REPLACED, _origin(client))
+
+
+def _origin(client: Client) -> str:
+    """Return the address of the origin."""
+    address, cache = (client.folder / "origin").read_text().split()
+    if client.number % 2:
+        os.environ["FFSERVE_STORE_CACHE"] = cache
+    return address
+
+
 KINDS: dict[str, Callable[[Client], None]] = {
     each.__name__: each
     for each in (
         reading, alone, awaiting, arbitrary, ordered, windowed, loaded, threaded, mixture, prepared,
-        dropin, command, writing, changing, overwritten, damaged,
+        dropin, command, writing, changing, overwritten, damaged, remote, replaced,
     )
 }  # fmt: skip
 

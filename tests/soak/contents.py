@@ -75,8 +75,15 @@ CHANGING = (
     Spec("changing.recordio", 2000, (20, 300, 2000)),
 )
 OVERWRITTEN = (Spec("overwritten.ffr", 2000, (20, 300, 2000)),)
+REMOTE = (
+    Spec("remote.ffr", 6000, (100, 3000, 9000)),
+    Spec("remote.tfrecord", 2000, (40, 2000, 20_000)),
+)
+"""More than the stores of the daemons may take."""
+REPLACED = (Spec("replaced.ffr", 2000, (20, 300, 2000)),)
+"""An object of the origin that is replaced."""
 SOUND = SMALL + COMPRESSED + MIXED
-ALL = SOUND + DAMAGED + CHANGING + OVERWRITTEN
+ALL = SOUND + DAMAGED + CHANGING + OVERWRITTEN + REMOTE + REPLACED
 
 
 class WrongSampleError(AssertionError):
@@ -215,6 +222,30 @@ def write_version(folder: Path, spec: Spec, version: int, *, scale: float = 1.0)
 def forget_version(folder: Path, spec: Spec, version: int) -> None:
     """Remove what is known of a version."""
     _sums_path(folder, spec, version).unlink(missing_ok=True)
+
+
+class Versions:
+    """Versions of a file: the last that was begun, and the last that is complete."""
+
+    def __init__(self, folder: Path, spec: Spec) -> None:
+        path = folder / "versions" / spec.name
+        if not path.exists():
+            path.write_bytes(bytes(16))
+        self.numbers = np.memmap(path, np.int64, "r+", shape=(2,))
+
+    @property
+    def begun(self) -> int:
+        """The number of the last version that was begun."""
+        return int(self.numbers[0])
+
+    @property
+    def done(self) -> int:
+        """The number of the last version that is complete."""
+        return int(self.numbers[1])
+
+
+KEPT_VERSIONS = 200
+"""Versions whose sums are kept; readers hold a file for some seconds."""
 
 
 def drop_cached(folder: Path, spec: Spec) -> None:

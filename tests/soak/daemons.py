@@ -20,6 +20,11 @@ EXPECT = (
     r"arena .*",
     r"closed a session \(pid \d+\): .*",
     r"cannot send the shared memory to a client: .*",
+    r"remote files: store .*",
+    r"store: block \d+ of .* had come damaged",
+    r"store: the cache failed, so the origin .* is asked: .*",
+    r"store: the cache serves .* again",
+    r"store: the origin does not answer, so it is asked less often: .*",
     r"reloaded the settings; changed: .*",
     r"stopped with unanswered requests after .*",
     r"stopping: \d+ clients, another daemon takes over",
@@ -120,9 +125,9 @@ class Control:
         return self.daemon.text()[-6000:]
 
 
-def make(folder: Path) -> dict[str, Control]:
+def make(folder: Path, cache: str) -> dict[str, Control]:
     """Start all daemons. Args: folder: of the run; gets the settings of the one that is reloaded,
-    and index files."""
+    stores and index files. cache: address of a cache of remote files; the first asks the origin."""
     settings = folder / "settings.toml"
     everybody = ("--socket-mode", "0666", "--close-after", "5", "--drain-timeout", "5")
     settings.write_text('scrub_rate = "0"\n')
@@ -139,6 +144,8 @@ def make(folder: Path) -> dict[str, Control]:
         ):
             sizes = tuple(size * MIB for size in arenas)
             says = f"import allocator; allocator.report({str(folder / 'used')!r})\n"
+            options += ("--store-directory", str(folder / f"store-{name}"), "--store-size", "32MiB")
+            options += () if name == "steady" else ("--store-cache", cache)
             daemon = kind(
                 arena=str(sizes[0]),
                 options=[*everybody, "--max-arena", str(max(sizes)), *options],

@@ -1,5 +1,6 @@
 """Everything at once, for as long as one likes: jobs of all kinds on three daemons that are killed,
-stopped, resized, reloaded, attacked and replaced, over files that change and are damaged.
+stopped, resized, reloaded, attacked and replaced, over files that change and are damaged, and over
+remote files whose origin fails, by a cache that lies.
 
     python tests/soak/everything.py [--seconds 3600] [--seed N] [--record FILE.json] [KIND…]
 
@@ -43,10 +44,13 @@ import contents  # noqa: E402
 import daemons  # noqa: E402
 import hostile_sessions  # noqa: E402
 import random_client  # noqa: E402
-from contents import ALL, CHANGING, OVERWRITTEN, SOUND  # noqa: E402
+from contents import ALL, CHANGING, OVERWRITTEN, REMOTE, REPLACED, SOUND  # noqa: E402
 from counts import Counts  # noqa: E402
 from daemon import damage, until, write  # noqa: E402
 from measure import Series, growth, quiet_size, sizes_of  # noqa: E402
+from sources import Sources  # noqa: E402
+
+from ffserve.store.web import OPENED_AT_ONCE  # noqa: E402
 
 START_DEADLINE_S = 180.0
 """For a client to begin: torch takes seconds to import, and all of them begin together."""
@@ -103,6 +107,13 @@ PLACES = (
     Place("overwritten", 1, "kept"),
     Place("damaged", 0, "steady"),
     Place("damaged", 1, "succeeded"),
+    Place("remote", 0, "steady", lasting=True),
+    Place("remote", 1, "kept"),
+    Place("remote", 2, "steady"),
+    Place("remote", 3, "succeeded"),
+    Place("remote", 4, "succeeded"),
+    Place("replaced", 0, "steady"),
+    Place("replaced", 1, "kept"),
 )
 LOADERS = ("loaded", "mixture", "prepared")
 """Kinds with worker processes."""
@@ -159,6 +170,7 @@ class Process:
             **os.environ,
             "FFSERVE_SOCKET": run.daemons[place.daemon].daemon.socket,
             "FFSERVE_JOB": self.name,
+            "FFSERVE_START": "0",
             "XDG_CACHE_HOME": str(run.folder / "cache"),
         }
         with self.errors.open("wb") as errors:
@@ -336,13 +348,18 @@ class Run:
             (folder / name).mkdir()
         self._write_files()
         self.story = Story(folder / "story")
-        self.daemons = daemons.make(folder)
+        self.sources = Sources(folder)
+        try:
+            self.daemons = daemons.make(folder, self.sources.cache.address)
+        except BaseException:
+            self.sources.close()
+            raise
         self._quiet = {name: control.daemon.fd_count() for name, control in self.daemons.items()}
 
     def _write_files(self) -> None:
         scale = 1.0 if self.seconds >= contents.FULL_SECONDS else 0.1
         for spec in ALL:
-            version = 1 if spec in CHANGING + OVERWRITTEN else 0
+            version = 1 if spec in CHANGING + OVERWRITTEN + REPLACED else 0
             contents.write_version(self.folder, spec, version, scale=scale)
             contents.drop_cached(self.folder, spec)
             if version:
@@ -385,6 +402,7 @@ class Run:
                 self.story.add("end of a client", client.name)
                 self.start(place)
         self.attacks = [attack for attack in self.attacks if not attack.over()]
+        self.sources.recover()
 
     def victim(self, *, lasting: bool, kinds: Sequence[str] = ()) -> Process | None:
         """Choose a client that works and is not stopped."""
@@ -417,6 +435,8 @@ class Run:
             self.start_cold: 0.7,
             self.drop_page_cache: 2.0,
             self.attack: 3.0,
+            self.fail_at_the_source: 6.0,
+            self.replace_object: 3.0,
         }
 
     def kill_client(self) -> None:
@@ -540,6 +560,16 @@ class Run:
             self.story.counts[f"attack: {kind}"] += 1
             self.attacks.append(Attack(self, target, kind, self.chance.uniform(2.0, 5.0)))
 
+    def fail_at_the_source(self) -> None:
+        """The origin of remote files, or the cache of it, fails for seconds."""
+        name, fault = self.sources.fail(self.chance)
+        self.story.add("fault", f"of the {name}: {fault}", counted=False)
+        self.story.counts[f"{name}: {fault}"] += 1
+
+    def replace_object(self) -> None:
+        """Another version of an object."""
+        self.story.add("replace object", f"version {self.sources.replace()}")
+
     # ---- the run --------------------------------------------------------------------------
 
     def go(self, say: Callable[[str], None]) -> None:
@@ -610,6 +640,7 @@ class Run:
         for attack in self.attacks:
             attack.over(at_once=True)
         self.attacks = []
+        self.sources.recover(at_once=True)
         for control in self.daemons.values():
             control.resume_if_due(at_once=True)
         for client in self.clients.values():
@@ -634,8 +665,12 @@ class Run:
                 lambda d=daemon, s=smallest: d.status()["arena"]["size"] == s,
                 f"nothing of {name} is held any more",
             )
-            most = self._quiet[name] + 8
-            until(lambda d=daemon, n=most: d.fd_count() <= n, f"descriptors of {name} are closed")
+            most = self._quiet[name] + 8 + len(REMOTE + REPLACED) + 2 * OPENED_AT_ONCE
+            what = f"descriptors of {name} are closed"
+            try:
+                until(lambda d=daemon, n=most: d.fd_count() <= n, what)
+            except AssertionError as error:
+                raise Failure(f"{error}: {_open_in(control.pid)}") from error
             size = quiet_size(daemon.status())
             try:
                 until(
@@ -666,6 +701,7 @@ class Run:
             with contextlib.suppress(OSError):
                 shutil.copy(control.daemon.log, self.folder / f"log-{name}")
         daemons.close(self.daemons)
+        self.sources.close()
 
     def take_tracebacks(self) -> None:
         """Have all processes write where their threads are: into log, or standard error."""
@@ -697,6 +733,15 @@ class Run:
             "thirds": self.thirds,
             "series": self.series.as_rows(),
         }
+
+
+def _open_in(pid: int) -> str:
+    """Return what a process has open, for people."""
+    found: Counter[str] = Counter()
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found[os.readlink(each)] += 1
+    return ", ".join(f"{count} {name}" for name, count in sorted(found.items()))
 
 
 def _waits_in(pid: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -322,6 +323,27 @@ def test_orders_of_blocks_that_never_come_took_all_memory(
     until(lambda: not fetcher.queued_count(opened), "they are fetched")
     looking.close()
     fetcher.close(opened)
+    state.close()
+    store.abandon()
+
+
+async def test_blocks_that_came_when_the_engines_were_closed_ended_the_daemon(
+    tmp_path: Path,
+) -> None:
+    """With an internal error, so that its successor began with empty memory."""
+    store = Store(str(tmp_path / "blocks"), 1 << 30, BLOCK)
+    state = ServerState(ServerConfig(arena_size_bytes=16 << 20))
+    parts = Fetcher(store), state.memory.table, state.memory.directory
+    looking = fetches.Fetches(*parts, lambda load: None)
+    looking.attach(asyncio.get_running_loop())
+    made: list[str] = []
+    looking.in_loop(lambda: made.append("before"))
+    await asyncio.sleep(0.01)
+    looking.in_loop(lambda: made.append("behind"))
+    looking.later(0.0, lambda: made.append("later"))
+    looking.close()
+    await asyncio.sleep(0.01)
+    assert made == ["before"]
     state.close()
     store.abandon()
 

@@ -111,7 +111,7 @@ class HttpOrigin:
 _KEY = re.compile("Credential=([^/]+)/")
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=64)
 def _etag(content: bytes) -> str:
     return f'"{hashlib.md5(content).hexdigest()}"'
 
@@ -165,7 +165,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(404)
         if name in origin.unsized:
             return self._send_unsized(origin.files[name], body=body)
-        content, tag = origin.files[name], origin.etag(name)
+        content = origin.files[name]
+        tag = _etag(content)
         if origin.google and "alt=media" not in self.path:
             updated = datetime.fromtimestamp(origin.times[name], timezone.utc).isoformat()
             return self._send_json({"size": len(content), "generation": "1", "updated": updated})

@@ -342,15 +342,19 @@ class Fetches:
             self._pool.submit(_guarded, call)
 
     def in_loop(self, call: Callable[[], object]) -> None:
-        """Make a call in the loop's thread. Any thread."""
+        """Make a call in the loop's thread, unless all has ended by then. Any thread."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(call)
+            self._loop.call_soon_threadsafe(self._unless_ended, call)
 
     def later(self, seconds: float, call: Callable[[], object]) -> asyncio.TimerHandle:
-        """Make a call in the loop's thread after a time."""
+        """Make a call in the loop's thread after a time, unless all has ended by then."""
         assert self._loop is not None
-        return self._loop.call_later(seconds, call)
+        return self._loop.call_later(seconds, self._unless_ended, call)
+
+    def _unless_ended(self, call: Callable[[], object]) -> None:
+        if not self._ended.is_set():  # afterwards the engines are closed
+            call()
 
     def ask(
         self, opened: OpenObject, blocks: Int64s, worth: UInt32s
