@@ -795,7 +795,7 @@ class Fetches:
             ahead_s, stored = place / rate, remote.stored
             due = time.time() + ahead_s
             blocks = np.arange(first, first + count)
-            remote.worth[blocks] = due + SOON_S
+            remote.worth[blocks] = min(int(due + SOON_S), LATEST)
             stored.state.uses[blocks] = min(int(due) + 1, LATEST)
             missing = stored.missing(blocks).tolist()
             wanted = [block for block in missing if (stored, block) not in self._refused]
