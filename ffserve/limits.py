@@ -40,6 +40,8 @@ two fifths.
 - memory files of prepared samples: 1 part in MEMORY_FILES_SHARE of N; four fifths for one user;
 - what OPENs pass until it is open or closed: 1 part in PASSED_SHARE of N for each of
   USER_OPENINGS, and MOST_CLOSING that are being closed, for each user;
+- connections to origins: ORIGIN_THREADS for each of MOST_ORIGINS of a user while requests are on
+  their way, and MOST_UNUSED;
 - LEAST_FILES for the process itself, and MOST_HTTP_CONNECTIONS.
 
 This is more than N. The parts are limits and not reservations: with many sessions there are fewer
@@ -138,6 +140,9 @@ MOST_TAG, MOST_URL = 1024, 8192
 
 ORIGIN_THREADS = 16
 """Requests to one origin at the same time, each in a thread; further ones wait."""
+MOST_UNUSED = 256
+"""Connections to origins that are kept for later requests, of which users can name any number;
+beyond, the oldest is closed."""
 FETCH_SIZE = 4 << 20
 """Bytes of one request to an origin; each costs milliseconds of CPU and a round trip."""
 MOST_ACCESS = 64 << 10

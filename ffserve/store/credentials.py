@@ -25,7 +25,7 @@ from typing import Any, ClassVar, TypeAlias
 from urllib.parse import urlsplit
 
 from ffserve.errors import FFServeError, ReadError, UsageError
-from ffserve.limits import MOST_ACCESS
+from ffserve.limits import MOST_ACCESS, MOST_ORIGINS
 from ffserve.store import urls
 from ffserve.store.schemes import protocol_of, scheme_of, schemes, union
 from ffserve.store.schemes.scheme import (
@@ -191,6 +191,8 @@ class Access:
         with self._lock:
             if getattr(found, "async_impl", False):
                 found = self._shared.setdefault(key, found)
+                if len(self._shared) > MOST_ORIGINS:
+                    del self._shared[next(iter(self._shared))]  # what is open has it still
             else:
                 own[key] = found
         return found, path

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import http.client
 import io
+import itertools
 import os
 import re
 import select
@@ -23,11 +24,12 @@ import struct
 import threading
 import weakref
 from base64 import b64encode
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
-from ffserve.limits import OPENED_AT_ONCE
+from ffserve.limits import MOST_UNUSED, OPENED_AT_ONCE
 from ffserve.store.schemes.scheme import KEPT_HEADERS
 
 _LINES_SIZE = 64 << 10
@@ -274,7 +276,8 @@ class Web:
         self._proxy_of = functools.lru_cache(128)(_proxy_of if proxies else lambda *_: None)
         self._verify = verify
         self._lock = threading.Lock()
-        self._idle: dict[Any, list[http.client.HTTPConnection]] = {}
+        self._idle: dict[Any, list[int]] = {}
+        """Numbers of connections that nobody uses, by address; some are closed."""
         weakref.finalize(self, _close, self._idle)
         _webs.add(self)
 
@@ -351,9 +354,12 @@ class Web:
         while True:
             with self._lock:
                 free = self._idle.get(to[:3])
-                found = free.pop() if free else None
-            if found is None:
+                number = free.pop() if free else None
+            if number is None:
                 return None
+            found = _unused.pop(number, None)
+            if found is None:
+                continue
             poll = select.poll()
             poll.register(found.sock, select.POLLIN)
             if not poll.poll(0):  # it is open, and nothing came that nobody asked for
@@ -374,14 +380,24 @@ class Web:
 
     def keep(self, to: WebAddress, connection: http.client.HTTPConnection) -> None:
         """Keep a connection whose answer was read for later requests."""
+        surplus = connection
         with self._lock:
             free = self._idle.setdefault(to[:3], [])
+            if len(free) >= OPENED_AT_ONCE:
+                free[:] = [number for number in free if number in _unused]
             if connection.sock is not None and len(free) < OPENED_AT_ONCE:
-                free.append(connection)
-                return
-        connection.close()
+                free.append(next(_numbers))
+                _unused[free[-1]] = connection
+                if len(_unused) <= MOST_UNUSED:
+                    return
+                surplus = _unused.popitem(last=False)[1]
+        surplus.close()
 
 
+_numbers = itertools.count()
+_unused: OrderedDict[int, http.client.HTTPConnection] = OrderedDict()
+"""Connections of all `Web`s that nobody uses, by number, the oldest first. Each access is one call
+of C, so it needs no lock."""
 _webs: weakref.WeakSet[Web] = weakref.WeakSet()
 
 
@@ -393,10 +409,11 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _close(idle: dict[Any, list[http.client.HTTPConnection]]) -> None:
+def _close(idle: dict[Any, list[int]]) -> None:
     while idle:
-        for connection in idle.popitem()[1]:
-            connection.close()
+        for number in idle.popitem()[1]:
+            if (connection := _unused.pop(number, None)) is not None:
+                connection.close()
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import ssl
@@ -16,10 +17,12 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from origins import tls_context
+from origins import http_origin, tls_context
 
 from ffserve.errors import FFServeError, ReadError
+from ffserve.limits import MOST_ORIGINS
 from ffserve.store import fetching
+from ffserve.store.credentials import Access
 from ffserve.store.fetching import Patience
 from ffserve.store.origin import ObjectVersion, OriginError, RemoteFile, identify
 from ffserve.store.web import CutError, Web, address_of
@@ -388,3 +391,22 @@ def test_a_lost_answer_is_asked_for_again(own_store: None) -> None:
         server.answer = lambda _: END
         with pytest.raises(ReadError, match="connection to the origin failed"):
             fetching.call(version.url, lambda: file.read(10_000, 50_000))
+
+
+@pytest.mark.check
+def test_connections_to_many_origins_were_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user who asks one origin after another took the descriptors of the daemon."""
+    monkeypatch.setattr("ffserve.store.web.MOST_UNUSED", 3)
+    access, found = Access("{}"), len(os.listdir("/proc/self/fd"))
+    with contextlib.ExitStack() as stack:
+        origins = [stack.enter_context(http_origin()) for _ in range(MOST_ORIGINS + 5)]
+        urls = [origin.put("a", BODY) for origin in origins]
+        for _ in range(2):
+            for url in urls:
+                assert RemoteFile(identify(url, access), access).read(0, 9) == BODY[:9]
+        # Each origin has a socket of its own, and one of each connection.
+        assert len(os.listdir("/proc/self/fd")) - found <= len(origins) + 2 * 3
+        first = access.file_system(urls[-1])[0]
+        assert access.file_system(urls[-1])[0] is first, "the last ones are kept"
+        assert access.file_system(urls[0])[0] is access.file_system(urls[0])[0]
+        assert len(access._shared) == MOST_ORIGINS
