@@ -100,6 +100,7 @@ class KeptItems:
     ) -> None:
         self.count, self.key, self.name = count, key, name
         self.pieces, self.value = pieces, value
+        connections.job_name()  # before workers are forked: they belong to the same job
         self._set_up()
 
     def _set_up(self) -> None:

@@ -147,6 +147,12 @@ class FieldSelection:
     """
 
     def __init__(self, table: FieldTable, fields: Sequence[str] | None, path: str) -> None:
+        if isinstance(fields, str):
+            raise UsageError(
+                f"invalid fields={fields!r}: a string is not a list of names",
+                path=path,
+                hint=f"write fields=[{fields!r}]",
+            )
         names = list(table.names) if fields is None else [name.lower() for name in fields]
         unknown = [name for name in names if name not in table.names]
         if unknown or len(set(names)) < len(names) or (not names and table.names):

@@ -86,6 +86,7 @@ def _expand_one(
         found = listing(path, suffixes() if callable(suffixes) else suffixes)
         return tuple(identity.url for identity in found)
     absolute = os.path.abspath(path)
+    hint = "in place of braces write * or [0-9], or give a list" if "{" in path else None
     mode = None
     with contextlib.suppress(OSError, ValueError):
         mode = os.stat(absolute).st_mode
@@ -95,8 +96,9 @@ def _expand_one(
         return (absolute,)
     try:
         wrap_os_error(os.lstat, absolute)
-    except MissingFile:
+    except MissingFile as error:
         if not glob.has_magic(path):
+            error.hint = hint or error.hint
             raise
     except ValueError as error:  # characters that no file name can have
         raise UsageError(f"invalid path {path!r}: {error}") from None
@@ -105,7 +107,9 @@ def _expand_one(
     matches = tuple(sorted(m for m in glob.glob(absolute) if os.path.isfile(m)))
     if not matches:
         raise MissingFile(
-            "no file matches this pattern", path=absolute, hint="check the path on this machine"
+            "no file matches this pattern",
+            path=absolute,
+            hint=hint or "check the path on this machine",
         )
     return matches
 

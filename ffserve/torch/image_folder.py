@@ -86,6 +86,12 @@ class DatasetFolder(Dataset):
     def _find(self, is_valid_file: Callable[[str], bool] | None, allow_empty: bool) -> None:
         names = self.reader.names
         path = self.reader.fnames[0]
+        if self.reader.fields:
+            raise UsageError(
+                "samples of tar files are no packed pictures of a directory per class",
+                path=path,
+                hint="read them with ffserve.torch.Dataset and fields=[…]",
+            )
         if not names:
             raise UsageError(
                 "the samples have no names, and so no classes",

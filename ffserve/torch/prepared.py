@@ -132,10 +132,10 @@ def _described(part: Any) -> tuple[int, bytes, tuple[int, ...], Any]:
         content = tensor.view(torch.uint8).numpy().data if tensor.numel() else b""
         return _TENSOR, str(part.dtype).encode(), tuple(part.shape), content
     raise UsageError(
-        f"a sample has a {type(part).__name__}, which cannot be shared",
+        f"a sample has a value of type {type(part).__name__}, which cannot be shared",
         hint="shared are bytes, strings, numbers, None, arrays without objects, dense tensors in "
         "memory without a gradient, and tuples, lists and dicts of these; of a picture make an "
-        "array: np.asarray(picture)",
+        "array: np.array(picture)",
     )
 
 

@@ -35,8 +35,14 @@ def test_ls_and_cat(path: str) -> None:
     assert "no sample has the name" in error_of("cat", path, "nothing", code=2)
 
 
+def test_index_counts_samples(path: str) -> None:
+    assert text_of("index", path) == "1 file indexed, 40 samples\n"
+
+
 def test_verify(path: str, tmp_path: Path) -> None:
-    assert "all readable\n1 tar file without checksums of contents" in text_of("verify", path)
+    text = text_of("verify", path)
+    assert "1 file, 106 members" in text
+    assert "all readable\n1 tar file without checksums of contents" in text
     assert json.loads(text_of("verify", "--json", path))["unverified"] == [path]
     content = bytearray(Path(path).read_bytes())
     content[10] ^= 1  # of a name

@@ -120,6 +120,8 @@ def test_fields_that_no_sample_has(data: tuple[list[str], list[Sample]], server:
     for fields in ([], ["jpg", "jpg"]):
         with pytest.raises(UsageError, match="each name once"):
             ffserve.open(paths, server=server, fields=fields)
+    with pytest.raises(UsageError, match=r"write fields=\['jpg'\]"):
+        ffserve.open(paths, server=server, fields="jpg")
     lacking = [k for k, sample in enumerate(samples) if "cls" not in sample]
     if not lacking:
         return

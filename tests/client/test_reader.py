@@ -854,6 +854,14 @@ def test_file_urls_are_local_paths(tmp_path: Path) -> None:
             expand_paths(wrong)
 
 
+def test_a_hint_for_braces_as_webdataset_writes_them(tmp_path: Path) -> None:
+    write(tmp_path / "x-{0..1}.ffr", [b"x"])
+    assert len(expand_paths(tmp_path / "x-{0..1}.ffr")) == 1
+    for name in ("x-{0..5}.ffr", "x-{0..5}*.ffr"):
+        with pytest.raises(MissingFile, match="in place of braces write"):
+            expand_paths(tmp_path / name)
+
+
 def test_directories_without_files_and_with_links_that_lead_nowhere(tmp_path: Path) -> None:
     (tmp_path / "circle.ffr").symlink_to("circle.ffr")
     (tmp_path / "broken.ffr").symlink_to("nowhere")

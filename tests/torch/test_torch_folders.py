@@ -168,6 +168,10 @@ def test_a_directory_of_pictures_is_refused(tmp_path: Path) -> None:
         writer.write(b"sample")
     with pytest.raises(UsageError, match=r"no names.*ffserve pack"):
         ImageFolder(tmp_path / "plain.ffr", loader=content)
+    with ffserve.create(tmp_path / "web.tar") as writer:
+        writer.write({"jpg": b"x", "cls": b"1"})
+    with pytest.raises(UsageError, match=r"tar files .*Dataset and fields="):
+        ImageFolder(tmp_path / "web.tar", loader=content)
     (tmp_path / "flat").mkdir()
     (tmp_path / "flat" / "a.jpg").write_bytes(b"x")
     pack([tmp_path / "flat"], tmp_path / "flat.ffr")

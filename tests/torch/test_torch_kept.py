@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.data
-from daemon import Daemon, serving, until
+from command import text_of
+from daemon import Daemon, run_python, serving, until
 from keeping import pictures, twice
 from preparing import same
 
@@ -159,7 +161,7 @@ def test_items_that_cannot_be_kept_are_made_each_time(
             assert dataset.__getitems__(list(range(N))) == [{i % 2} for i in range(N)]
     assert made(log) == 3 * list(range(N))
     (line,) = caplog.messages
-    assert line.startswith(f"items of {log} are not kept: a sample has a set, which cannot be sha")
+    assert line.startswith(f"items of {log} are not kept: a sample has a value of type set, which")
 
 
 def test_another_dataset_of_the_same_name_is_noticed(
@@ -203,6 +205,32 @@ def test_workers_make_each_item_once(log: str, tmp_path: Path, kind: Any, start:
         assert all(map(same, got, [expected[i] for i in sampler.order(epoch)]))
     # Each of six workers compares the first item that it finds.
     assert set(made(log)) == set(range(N)) and len(made(log)) <= N + 6
+
+
+WORKERS = """
+import sys
+import torch.utils.data
+from ffserve.torch import cache
+
+items = cache([b"item %d" % i for i in range(60)], version=1, name=sys.argv[1])
+loader = torch.utils.data.DataLoader(items, batch_size=6, num_workers=2, collate_fn=list)
+assert len(list(loader)) == 10
+"""
+
+
+def test_what_short_workers_found_is_counted_for_one_job(log: str, daemon: Daemon) -> None:
+    before = {job["name"] for job in daemon.status()["jobs"]}
+    for _ in range(2):
+        run_python(WORKERS, log)
+
+    def found() -> int:
+        [row] = [row for row in daemon.status()["preparations"] if row["name"] == log]
+        return int(row["found"])
+
+    until(lambda: found() == N, "the second job found all items")
+    assert len({job["name"] for job in daemon.status()["jobs"]} - before) == 2
+    shown = text_of("status", "--socket", daemon.socket, "--all")
+    assert re.search(rf"^ *{N} +\S+ \w+ +- +0 +items prepared by {log}$", shown, re.M), shown
 
 
 def test_an_order_is_announced(log: str, daemon: Daemon) -> None:

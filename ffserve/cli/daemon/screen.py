@@ -306,7 +306,7 @@ def files_table(rows: Sequence[FileRow]) -> Table:
             [
                 f"{row.count:,}",
                 format_size(row.size),
-                percent(row.cached, 1),
+                "-" if row.cached is None else percent(row.cached, 1),
                 str(row.sessions),
                 Text(f"{row.damaged:,}", WRONG) if row.damaged else "",
                 row.path,

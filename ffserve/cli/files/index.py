@@ -38,6 +38,7 @@ def index(
     from ffserve.dataset.paths import expand_paths
     from ffserve.disk.shardfile import write_index_file
     from ffserve.formats import suffixes
+    from ffserve.formats.base import members_of
     from ffserve.store.public import is_url, keep_index
 
     def scan(path: str) -> dict[str, Any]:
@@ -61,7 +62,9 @@ def index(
             seen(os.path.getsize(path) if os.path.isfile(path) else 0)
         if found is None:
             return {"path": path, "index": None}
-        return {"path": path, "samples": found[0].count, "index": found[1]}
+        members = members_of(found[0])
+        samples = found[0].count if members is None else members.samples
+        return {"path": path, "samples": samples, "index": found[1]}
 
     paths = expand_paths(files, suffixes=suffixes())
     with (

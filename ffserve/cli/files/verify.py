@@ -152,11 +152,12 @@ def check_files(
             }
         )
     else:
+        what = "member" if len(findings.unverified) == len(paths) else "sample"
         click.echo(
-            f"{counted(len(paths), 'file')}, {counted(findings.samples, 'sample')}, "
+            f"{counted(len(paths), 'file')}, {counted(findings.samples, what)}, "
             f"{format_size(findings.size)}: "
             + (
-                f"{counted(len(findings.damaged), 'damaged sample')}, "
+                f"{counted(len(findings.damaged), f'damaged {what}')}, "
                 f"{counted(len(findings.unreadable), 'unreadable file')}"
                 if bad
                 else ("all intact" if not findings.unverified else "all readable")

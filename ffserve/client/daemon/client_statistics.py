@@ -82,6 +82,7 @@ class ClientStatistics:
         self.take_times: Callable[[], UInt64s | None] | None = None
         """See `MappedView.take_times`."""
         self._times_at = 0.0
+        connection.statistics.add(self)
 
     def add_hits(self, indices: Int64s, size: int) -> None:
         """Note a batch of which every sample was cached; it enters the counters later."""

@@ -69,6 +69,8 @@ class Driver(ABC):
         self.path = path
         self.job = job
         self.readers = 0
+        self.statistics: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Those of its data sets, which have hits that were not reported yet."""
         self.handshake = Handshake(path, job)
         self.channel = self.handshake.channel
         self._socket = self.handshake.socket
@@ -468,6 +470,8 @@ class Connection(Driver):
     def close(self) -> None:
         """End the session. Mappings live as long as arrays over them, the session as leases."""
         if self.alive:
+            for each in list(self.statistics):
+                each.enter_hits()
             self.report()
         self._break(self._closed())
         self._is_closed = True

@@ -99,13 +99,14 @@ class MemoryRow:
 
 @dataclass(frozen=True, slots=True)
 class FileRow:
-    """One shard. cached: share of it that is in memory, 0 to 1. damaged: samples found damaged."""
+    """One shard. cached: share of it that is in memory, 0 to 1; None of prepared samples, of which
+    it is not known. damaged: samples found damaged."""
 
     path: str
     count: int
     size: int
     used: int
-    cached: float
+    cached: float | None
     sessions: int
     damaged: int
 
@@ -339,7 +340,9 @@ def _job(job: Facts, progress: Facts | None, memory: int, labels: Mapping[str, s
 def _file(shard: Facts) -> FileRow:
     # Slots of small samples are larger than the samples.
     size, used = shard["payload_size"], shard["cached_size"]
-    cached = min(used / size, 1.0) if size else 0.0
+    cached: float | None = min(used / size, 1.0) if size else 0.0
+    if shard["format"] == "prepared":  # what is not in memory has no size yet
+        size, cached = used, None
     path = printable(shard["path"])
     sessions, damaged = shard["sessions"], shard.get("damaged", 0)
     return FileRow(path, shard["count"], size, used, cached, sessions, damaged)
