@@ -20,7 +20,7 @@ from ffserve import __version__
 from ffserve.client.public import KeptItems
 from ffserve.dtypes import Int64s
 from ffserve.errors import UsageError
-from ffserve.torch.prepared import name_of, pieces, text_of, value
+from ffserve.torch.prepared import ENCODING, name_of, pieces, text_of, value
 
 log = logging.getLogger("ffserve")
 
@@ -57,7 +57,17 @@ def cache(dataset: Any, *, version: Hashable, name: str | None = None) -> Cached
     shown, text = name or name_of(type(dataset)), text_of(version, "version")
     about = "" if name is not None or " at 0x" in repr(dataset) else repr(dataset)
     count = len(dataset)
-    parts = ("cache", __version__, shown, about, text, count, torch.__version__, np.__version__)
+    parts = (
+        "cache",
+        ENCODING,
+        __version__,
+        shown,
+        about,
+        text,
+        count,
+        torch.__version__,
+        np.__version__,
+    )
     key = hashlib.sha256(repr(parts).encode(errors="surrogatepass")).digest()
     return CachedDataset(dataset, KeptItems(count, key, shown, _ItemPieces(shown), value))
 

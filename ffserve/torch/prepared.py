@@ -30,7 +30,8 @@ _PART = struct.Struct("<BBBBQ")
 """Each part has its kind, its dimensions, the bytes of the name of its type, the bytes of its key,
 and the bytes of its content. The members of a container follow it, and have its length as their
 number."""
-_MAGIC = b"FFP2"
+ENCODING = b"FFP2"
+"""The magic. Samples that were encoded otherwise are prepared anew."""
 _BYTES, _STR, _NONE, _INT, _FLOAT, _BOOL, _TUPLE, _LIST, _DICT, _ARRAY, _SCALAR, _TENSOR = range(12)
 _ALIGNMENT = 64
 _MOST_PARTS = 256
@@ -75,7 +76,7 @@ def pieces(value: Any) -> list[Any]:
     _add("", value, rows, contents)
     body = b"".join(rows)
     size = -(-(_HEAD.size + len(body)) // _ALIGNMENT) * _ALIGNMENT
-    head = (_HEAD.pack(_MAGIC, size, len(rows)) + body).ljust(size, b"\0")
+    head = (_HEAD.pack(ENCODING, size, len(rows)) + body).ljust(size, b"\0")
     found: list[Any] = [head]
     for content in contents[:-1]:
         found += [content, bytes(-len(content) % _ALIGNMENT)]
@@ -152,7 +153,7 @@ def value(sample: Bytes) -> Any:
     head = bytes(sample[: _HEAD.size])
     if len(head) == _HEAD.size:
         magic, size, _ = _HEAD.unpack(head)
-        if magic == _MAGIC and _HEAD.size <= size <= len(sample):
+        if magic == ENCODING and _HEAD.size <= size <= len(sample):
             packed = sample[:size].tobytes()
             layout = _layouts.get(packed)
             if layout is None:
@@ -270,7 +271,7 @@ def key_of(dataset: Any) -> tuple[bytes, str]:
     reader = getattr(dataset, "reader", None)
     fields = tuple(reader.fields) if isinstance(reader, FileReader) else ()
     chosen = (*features, fields) if fields else features
-    parts = (__version__, name, source, text, torch.__version__, np.__version__, *chosen)
+    parts = (ENCODING, __version__, name, source, text, torch.__version__, np.__version__, *chosen)
     digest = hashlib.sha256(repr(parts).encode())
     return digest.digest(), name
 
