@@ -22,7 +22,6 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -45,6 +44,7 @@ from ffserve.store.directory import Store, name_of, usual_limit
 from ffserve.store.fetching import MOST_ALIKE, Fetcher, OpenObject, Patience
 from ffserve.store.object_tables import parsed
 from ffserve.store.origin import ObjectVersion, changed, identify
+from ffserve.store.ranges import in_threads
 from ffserve.store.schemes import travelling
 from ffserve.store.urls import shown
 
@@ -246,7 +246,7 @@ class RemoteFiles:
             if not same or (found.modified and found.modified != one.identity.modified):
                 raise changed(url)
 
-        _for_all(ask, wanted)
+        in_threads(ask, wanted, ASKED_AT_ONCE)
         if self.own:
             self._reached.update(one.place for one in wanted)
 
@@ -352,33 +352,6 @@ class RemoteFiles:
 def pool_of(account: Account, place: str) -> str:
     """Return the name of the threads that fetch from a place for a user."""
     return f"{account} {place}"
-
-
-def _for_all(call: Callable[[WantedFile], object], items: Sequence[WantedFile]) -> None:
-    """Make calls, several at once. Raises: the error of the first that failed."""
-    futures: list[Future[None]] = [Future() for _ in items]
-    left = iter(list(zip(items, futures, strict=True)))
-    taking = threading.Lock()
-
-    def work() -> None:
-        while True:
-            with taking:
-                item, future = next(left, (None, None))
-            if item is None or future is None:
-                return
-            try:
-                call(item)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-
-    # These are not threads of a pool, since the daemon must not wait for them when it ends.
-    for _ in range(min(len(items), ASKED_AT_ONCE)):
-        threading.Thread(target=work, name="ffserve-open", daemon=True).start()
-    wait(futures)
-    for future in futures:
-        future.result()
 
 
 def blocks_of(
