@@ -82,7 +82,8 @@ def own_settings(some: Sequence[str]) -> str:
     conf = fsspec_settings()
     protocols = sorted({protocol_of(url) for url in some})
     prefixes = {each for url in some for each in scheme_of(url).settings}
-    found = sorted(set_variables(prefixes).items())
+    variables = set_variables(prefixes)
+    found = sorted((os.fsdecode(name), os.fsdecode(text)) for name, text in variables.items())
     seed = repr([found, [(name, conf.get(name, {})) for name in protocols]])
     return hashlib.blake2b(seed.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
