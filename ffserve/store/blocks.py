@@ -312,6 +312,11 @@ class StoredObject:
         """Of the sparse file."""
         return os.path.join(self.state.directory, "data")
 
+    @property
+    def data_fd(self) -> int:
+        """The descriptor of the sparse file; this object's."""
+        return self._data_fd
+
     def open_data(self) -> int:
         """Return a descriptor of the sparse file for reading; the caller's."""
         return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)

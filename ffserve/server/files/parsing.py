@@ -1,8 +1,8 @@
 """Parsing: files are checked, identified and read in threads, those of one message together.
 
 A data set may have ten thousand files; a client passes a few hundred of them at a time. Their
-tables are read by `ffserve/reads/shard_tables.py`, and written into the directory. Remote files are
-opened one by one.
+tables are read by `ffserve/reads/shard_tables.py`, and written into the directory. Those of remote
+files are read one by one.
 
 A file system can hang in any call on its files, and an origin in any request. So all of this runs
 in threads, which `opening.py` starts. A session that waits for a file which another session opens
@@ -37,6 +37,7 @@ from ffserve.server.files.shards import FileIdentity, OpenShard, PassedFile, Req
 from ffserve.server.users.access import Rules
 from ffserve.server.users.domains import Domain
 from ffserve.server.users.peers import Peer
+from ffserve.store.blocks import StoredObject
 from ffserve.store.fetching import OpenObject
 
 JOIN_S = 1.0
@@ -116,10 +117,15 @@ class IdentifiedObjects:
         """In the OPEN."""
         return [one.position for one in self.wanted]
 
-    def take(self, row: int) -> OpenObject:
-        """Return an object, which belongs to a shard from now on."""
-        opened, self.objects[row] = self.objects[row], None
+    def opened(self, row: int) -> OpenObject:
+        """Return an object that belongs to no shard yet."""
+        opened = self.objects[row]
         assert opened is not None
+        return opened
+
+    def take(self, row: int) -> OpenObject:
+        """Return the same, which belongs to a shard from now on."""
+        opened, self.objects[row] = self.opened(row), None
         return opened
 
     def give(self, row: int, shard: OpenShard) -> None:
@@ -194,7 +200,7 @@ class ShardParser:
         opening: OpeningGroup,
     ) -> list[OpenShard]:
         """Open the shards of some files, and close the descriptors that were passed for these. If
-        that takes long, only the first files are opened; of remote files, only the first one.
+        that takes long, only the first files are opened.
 
         Args: domains: the domain of each.
         Raises: FFServeError: of the first that cannot be opened; then none is. OSError with EMFILE.
@@ -217,14 +223,16 @@ class ShardParser:
         charges: list[TableCharge],
     ) -> list[OpenShard]:
         """Do the same. Args: charges: gets the charge for the tables of each."""
-        if isinstance(files, IdentifiedObjects):
-            return [self._open_object(request, files, rows[0], domains[0], charges)]
         paths, keys = [files.paths[k] for k in rows], [files.keys[k] for k in rows]
-        fds = np.array([files.passed[k].fd for k in rows], np.int32)
-        _check_unchanged(fds, keys, paths)
-        tables = self._read(request, files, rows, opening, charges)
-        passed, fds = [files.passed[k] for k in rows[: len(tables)]], fds[: len(tables)]
-        keys, paths, domains = keys[: len(tables)], paths[: len(tables)], domains[: len(tables)]
+        if isinstance(files, IdentifiedObjects):
+            fds = np.array([files.opened(k).stored.data_fd for k in rows], np.int32)
+            tables = self._read_objects(request, files, rows, opening, charges)
+        else:
+            fds = np.array([files.passed[k].fd for k in rows], np.int32)
+            _check_unchanged(fds, keys, paths)
+            tables = self._read(request, files, rows, opening, charges)
+        rows, fds, domains = rows[: len(tables)], fds[: len(tables)], domains[: len(tables)]
+        keys, paths = keys[: len(tables)], paths[: len(tables)]
         counts = [each.count for each in tables]
         bases = self._reserve(counts, domains)
         try:
@@ -233,12 +241,17 @@ class ShardParser:
         except BaseException:
             self._release(bases, counts, domains)
             raise
-        cached = self._open_cached(opened, alignments, bases, tables, keys)
-        close_passed(passed)
+        taken: list[RemoteShard | None] = [None] * len(rows)
+        if isinstance(files, IdentifiedObjects):
+            cached, taken = self._take_objects(files, rows, tables, bases, alignments)
+        else:
+            cached = self._open_cached(opened, alignments, bases, tables, keys)
+            close_passed([files.passed[k] for k in rows])
         fds_of = zip(opened.tolist(), cached.tolist(), strict=True)
         columns = zip(
-            tables, keys, paths, bases, domains, fds_of, alignments.tolist(), charges, strict=True
-        )
+            tables, keys, paths, bases, domains, fds_of, alignments.tolist(), charges, taken,
+            strict=True,
+        )  # fmt: skip
         return [self._shard(request, *each) for each in columns]
 
     def _read(
@@ -297,60 +310,71 @@ class ShardParser:
 
     # ---- remote files ---------------------------------------------------------------------------
 
-    def _open_object(
+    def _read_objects(
         self,
         request: Request,
         files: IdentifiedObjects,
-        row: int,
-        domain: Domain,
+        rows: list[int],
+        opening: OpeningGroup,
         charges: list[TableCharge],
-    ) -> OpenShard:
-        path, key, opened = files.paths[row], files.keys[row], files.objects[row]
-        assert opened is not None
-        stored, peer = opened.stored, files.peer
+    ) -> list[Tables]:
+        """Do the same as `_read` for remote files, whose beginnings are asked for together."""
+        how = request.format, request.verify, request.tolerant
+        objects, tables = [files.opened(k) for k in rows], list[Tables]()
+        files.remote.ask(objects)
+        begun = time.monotonic()
+        try:
+            for k, opened in zip(rows, objects, strict=True):
+                if tables and time.monotonic() - begun > SINGLY_S:
+                    break
+                opening.current = files.keys[k]
+                charges.append(charge := self._object_charge(request, files, k, opened.stored))
+                shard = files.remote.parse(opened, *how, charge.admit, charge.reading)
+                tables.append(Tables.of(shard, self._settings.max_chunk_size))
+                charge.settle()
+        finally:
+            opening.current = None
+        return tables
+
+    def _object_charge(
+        self, request: Request, files: IdentifiedObjects, row: int, stored: StoredObject
+    ) -> TableCharge:
         charge = TableCharge(
             self._accounts,
-            peer.uid,
-            path,
-            trusted=peer.is_administrator,
+            files.peer.uid,
+            files.paths[row],
+            trusted=files.peer.is_administrator,
             # A sparse file of the store: what has been fetched, and what was read of its index.
             allocated=lambda: stored.state.held_size + charge.read_size,
             wanted=request.wanted,
             sparse=False,
         )
-        charges.append(charge)
-        how = request.format, request.verify, request.tolerant
-        shard = files.remote.parse(opened, *how, charge.admit, charge.reading)
-        tables = Tables.of(shard, self._settings.max_chunk_size)
-        charge.settle()
-        (base,) = self._reserve([shard.count], [domain])
-        fd = -1
-        try:
-            enter([tables], [base], [path], self._directory)
-            rows = slice(base, base + shard.count)
-            directory = self._directory
-            offsets = directory.offsets[rows].astype(np.int64)
-            lengths = directory.lengths(np.arange(base, base + shard.count))
-            blocks = blocks_of(shard, tables.chunked, offsets, lengths, opened.stored.block_size)
-            fd = opened.stored.open_data()
-            (direct,), alignments = _reopen(np.array([fd], np.int32), [path])
-        except BaseException:
-            self._release([base], [shard.count], [domain])
-            raise
-        finally:
-            if fd >= 0:
-                os.close(fd)
-        # Blocks that were just fetched are in the page cache, and not on the disk yet.
-        cached = opened.stored.open_data() if alignments[0] > 1 and shard.count else -1
-        if cached >= 0:
-            os.posix_fadvise(cached, 0, 0, os.POSIX_FADV_RANDOM)
-            with self._lock:
-                self._budget.cached_count += 1
-        taken = RemoteShard(opened.stored, {files.peer.owner: files.take(row)}, *blocks)
-        fds_of, alignment = (int(direct), cached), int(alignments[0])
-        return self._shard(
-            request, tables, key, path, base, domain, fds_of, alignment, charge, taken
-        )
+        return charge
+
+    def _take_objects(
+        self,
+        files: IdentifiedObjects,
+        rows: list[int],
+        tables: list[Tables],
+        bases: list[int],
+        alignments: Int64s,
+    ) -> tuple[Int32s, list[RemoteShard | None]]:
+        """Return descriptors as of `_open_cached`, and what shards have of their objects."""
+        cached, taken = np.full(len(rows), -1, np.int32), list[RemoteShard | None]()
+        directory = self._directory
+        for at, (k, each, base) in enumerate(zip(rows, tables, bases, strict=True)):
+            stored = files.opened(k).stored
+            # Blocks that were just fetched are in the page cache, and not on the disk yet.
+            if alignments[at] > 1 and each.count:
+                cached[at] = stored.open_data()
+                os.posix_fadvise(int(cached[at]), 0, 0, os.POSIX_FADV_RANDOM)
+            offsets = directory.offsets[base : base + each.count].astype(np.int64)
+            lengths = directory.lengths(np.arange(base, base + each.count))
+            blocks = blocks_of(each, offsets, lengths, stored.block_size)
+            taken.append(RemoteShard(stored, {files.peer.owner: files.take(k)}, *blocks))
+        with self._lock:
+            self._budget.cached_count += int((cached >= 0).sum())
+        return cached, taken
 
     # ---- their shards ---------------------------------------------------------------------------
 
@@ -365,7 +389,7 @@ class ShardParser:
         fds: tuple[int, int],
         alignment: int,
         charge: TableCharge,
-        remote: RemoteShard | None = None,
+        remote: RemoteShard | None,
     ) -> OpenShard:
         """Return a shard. Args: fds: `fd` and `cached_fd` of it."""
         return OpenShard(
