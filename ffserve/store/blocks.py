@@ -30,6 +30,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import mmap
 import os
 import struct
@@ -62,6 +63,7 @@ _FLOCK = struct.Struct("hhqqi4x")
 _NO_COPY = (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM)
 
 
+@functools.cache
 def boot_id() -> bytes:
     """Return the boot ID, which changes with each start of the machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()[:36]
