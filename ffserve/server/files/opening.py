@@ -192,13 +192,17 @@ class ShardOpener:
             # The name without a format decides as the content does: a user's own choice.
             how = request.format, request.verify, request.tolerant
             keys = [ShardKey(FileIdentity(*one.file), *how, one.owner) for one in wanted]
-            rows = zip(wanted, keys, strict=True)
-            unproven = [one for one, key in rows if not self._may_read(one, key, peer)]
             files = IdentifiedObjects(remote, peer, wanted, [request.paths[k] for k in some], keys)
-            await self._obtain(pending, partial(files.identify, unproven), files.close)
+            rows = enumerate(zip(wanted, keys, strict=True))
+            proven = [k for k, (one, key) in rows if self._may_read(one, key, peer)]
+            self._hold_opened(pending, files, proven)
+            if unproven := files.without(proven):
+                await self._obtain(pending, unproven.identify, unproven.close)
+            await asyncio.sleep(0)
 
     def _may_read(self, one: WantedFile, key: ShardKey, peer: Peer) -> bool:
-        """Whether the origin has let this user read an open object with the same access."""
+        """Whether the origin has let this user read an open object with the same access, with which
+        it is open."""
         shard = self._held.open.get(key)
         if shard is None or shard.remote is None or not shard.sessions:
             return False

@@ -92,7 +92,7 @@ class IdentifiedFiles:
 @dataclass(slots=True)
 class IdentifiedObjects:
     """Remote files of an OPEN. keys: of their shards. objects: opened with this peer's access, once
-    that has been checked; None if the object belongs to a shard."""
+    that has been checked; None if the object belongs to a shard, empty before."""
 
     remote: RemoteFiles
     peer: Peer
@@ -101,10 +101,17 @@ class IdentifiedObjects:
     keys: list[ShardKey]
     objects: list[OpenObject | None] = field(default_factory=list)
 
-    def identify(self, unproven: list[WantedFile]) -> IdentifiedObjects:
-        """Open the objects; ask the origins whether the peer may read those that are unproven.
+    def without(self, proven: list[int]) -> IdentifiedObjects | None:
+        """Return the files in other rows, before they are identified; None: there are none."""
+        left = sorted({*range(len(self.keys))}.difference(proven))
+        wanted, paths = [self.wanted[k] for k in left], [self.paths[k] for k in left]
+        keys = [self.keys[k] for k in left]
+        return IdentifiedObjects(self.remote, self.peer, wanted, paths, keys) if left else None
+
+    def identify(self) -> IdentifiedObjects:
+        """Open the objects; ask the origins whether the peer may read them.
         Raises: as `RemoteFiles.identify`."""
-        self.objects += self.remote.identify(self.wanted, unproven, self.peer)
+        self.objects += self.remote.identify(self.wanted, self.peer)
         return self
 
     def close(self) -> None:

@@ -207,16 +207,13 @@ class RemoteFiles:
 
     # ---- in threads -----------------------------------------------------------------------
 
-    def identify(
-        self, wanted: Sequence[WantedFile], unproven: Sequence[WantedFile], peer: Peer
-    ) -> list[OpenObject]:
-        """Open objects for a peer; ask the origins of unproven objects whether the peer may read
-        them.
+    def identify(self, wanted: Sequence[WantedFile], peer: Peer) -> list[OpenObject]:
+        """Open objects for a peer; ask their origins whether the peer may read them.
 
         Raises: the error of an origin; ReadError: an object has changed, or cannot be opened. Then
             none is open.
         """
-        self._check(unproven, peer)
+        self._check(wanted, peer)
         found: list[OpenObject] = []
         try:
             found.extend(self.open_object(one, peer.owner) for one in wanted)
