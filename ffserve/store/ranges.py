@@ -176,15 +176,12 @@ def in_threads(call: Callable[[T], R], items: Sequence[T], most: int) -> list[R]
     """
     if len(items) < 2:
         return [call(item) for item in items]
-    found: dict[int, R] = {}
-    failed: dict[int, BaseException] = {}
-    left, taking = enumerate(items), threading.Lock()
+    found, failed = dict[int, R](), dict[int, BaseException]()
+    left = enumerate(items)
 
     def work() -> None:
-        while not failed:
-            with taking:
-                k, item = next(left, (-1, items[0]))
-            if k < 0:
+        for k, item in left:  # a step of it is one call of C, so two threads never get the same
+            if failed:
                 return
             try:
                 found[k] = call(item)
@@ -200,8 +197,8 @@ def in_threads(call: Callable[[T], R], items: Sequence[T], most: int) -> list[R]
     try:
         for thread in threads:
             thread.join()
-    finally:
-        left = enumerate(())  # after an interrupt nothing else begins
+    except BaseException as error:  # an interrupt: nothing else begins
+        failed[-1] = error
     if failed:
         raise failed[min(failed)]
     return [found[k] for k in range(len(items))]

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
@@ -37,7 +38,6 @@ from ffserve.server.files.shards import FileIdentity, OpenShard, PassedFile, Req
 from ffserve.server.users.access import Rules
 from ffserve.server.users.domains import Domain
 from ffserve.server.users.peers import Peer
-from ffserve.store.blocks import StoredObject
 from ffserve.store.fetching import OpenObject
 
 JOIN_S = 1.0
@@ -77,6 +77,14 @@ class IdentifiedFiles:
     passed: list[PassedFile]
     opened: OpenFiles
     keys: list[ShardKey]
+
+    def allocated(self, row: int) -> Callable[[], int]:
+        """Return what tells how many bytes of a file are stored. A charge keeps it."""
+        return partial(allocated_size, self.opened.fds[row])
+
+    def read(self, row: int, how: How, charge: TableCharge) -> Tables:
+        """Return the tables of a file. Raises: as of `read_single`."""
+        return read_single(self.opened, row, how, charge.admit, charge.reading)
 
     @property
     def paths(self) -> list[str]:
@@ -124,7 +132,18 @@ class IdentifiedObjects:
         """In the OPEN."""
         return [one.position for one in self.wanted]
 
-    def opened(self, row: int) -> OpenObject:
+    def allocated(self, row: int) -> Callable[[], int]:
+        """Return what tells how many bytes of a file were fetched. A charge keeps it."""
+        state = self.object_of(row).stored.state
+        return lambda: state.held_size
+
+    def read(self, row: int, how: How, charge: TableCharge) -> Tables:
+        """Return the tables of a file. Raises: as of `RemoteFiles.parse`."""
+        about = how.format, how.verify, how.tolerant
+        shard = self.remote.parse(self.object_of(row), *about, charge.admit, charge.reading)
+        return Tables.of(shard, how.max_chunk_size)
+
+    def object_of(self, row: int) -> OpenObject:
         """Return an object that belongs to no shard yet."""
         opened = self.objects[row]
         assert opened is not None
@@ -132,7 +151,7 @@ class IdentifiedObjects:
 
     def take(self, row: int) -> OpenObject:
         """Return the same, which belongs to a shard from now on."""
-        opened, self.objects[row] = self.opened(row), None
+        opened, self.objects[row] = self.object_of(row), None
         return opened
 
     def give(self, row: int, shard: OpenShard) -> None:
@@ -232,12 +251,11 @@ class ShardParser:
         """Do the same. Args: charges: gets the charge for the tables of each."""
         paths, keys = [files.paths[k] for k in rows], [files.keys[k] for k in rows]
         if isinstance(files, IdentifiedObjects):
-            fds = np.array([files.opened(k).stored.data_fd for k in rows], np.int32)
-            tables = self._read_objects(request, files, rows, opening, charges)
+            fds = np.array([files.object_of(k).stored.data_fd for k in rows], np.int32)
         else:
             fds = np.array([files.passed[k].fd for k in rows], np.int32)
             _check_unchanged(fds, keys, paths)
-            tables = self._read(request, files, rows, opening, charges)
+        tables = self._read(request, files, rows, opening, charges)
         rows, fds, domains = rows[: len(tables)], fds[: len(tables)], domains[: len(tables)]
         keys, paths = keys[: len(tables)], paths[: len(tables)]
         counts = [each.count for each in tables]
@@ -264,7 +282,7 @@ class ShardParser:
     def _read(
         self,
         request: Request,
-        files: IdentifiedFiles,
+        files: Identified,
         rows: list[int],
         opening: OpeningGroup,
         charges: list[TableCharge],
@@ -277,7 +295,11 @@ class ShardParser:
             self._settings.max_chunk_size,
             keep="inode",
         )
-        found = read_together(files.opened, rows, how)
+        found: dict[int, Tables] = {}
+        if isinstance(files, IdentifiedObjects):
+            files.remote.ask(map(files.object_of, rows))
+        else:
+            found = read_together(files.opened, rows, how)
         tables: list[Tables] = []
         peer = opening.peer
         charged = charge_all(
@@ -303,60 +325,18 @@ class ShardParser:
                     peer.uid,
                     files.paths[k],
                     trusted=peer.is_administrator,
-                    allocated=partial(allocated_size, files.opened.fds[k]),
+                    allocated=files.allocated(k),
                     wanted=request.wanted,
+                    sparse=isinstance(files, IdentifiedFiles),
                 )
                 charges.append(charge)
-                tables.append(read_single(files.opened, k, how, charge.admit, charge.reading))
+                tables.append(files.read(k, how, charge))
                 charge.settle()
         finally:
             opening.current = None
             for charge in charge_of.values():  # of files that are not opened this time
                 charge.give()
         return tables
-
-    # ---- remote files ---------------------------------------------------------------------------
-
-    def _read_objects(
-        self,
-        request: Request,
-        files: IdentifiedObjects,
-        rows: list[int],
-        opening: OpeningGroup,
-        charges: list[TableCharge],
-    ) -> list[Tables]:
-        """Do the same as `_read` for remote files, whose beginnings are asked for together."""
-        how = request.format, request.verify, request.tolerant
-        objects, tables = [files.opened(k) for k in rows], list[Tables]()
-        files.remote.ask(objects)
-        begun = time.monotonic()
-        try:
-            for k, opened in zip(rows, objects, strict=True):
-                if tables and time.monotonic() - begun > SINGLY_S:
-                    break
-                opening.current = files.keys[k]
-                charges.append(charge := self._object_charge(request, files, k, opened.stored))
-                shard = files.remote.parse(opened, *how, charge.admit, charge.reading)
-                tables.append(Tables.of(shard, self._settings.max_chunk_size))
-                charge.settle()
-        finally:
-            opening.current = None
-        return tables
-
-    def _object_charge(
-        self, request: Request, files: IdentifiedObjects, row: int, stored: StoredObject
-    ) -> TableCharge:
-        charge = TableCharge(
-            self._accounts,
-            files.peer.uid,
-            files.paths[row],
-            trusted=files.peer.is_administrator,
-            # A sparse file of the store: what has been fetched, and what was read of its index.
-            allocated=lambda: stored.state.held_size + charge.read_size,
-            wanted=request.wanted,
-            sparse=False,
-        )
-        return charge
 
     def _take_objects(
         self,
@@ -370,7 +350,7 @@ class ShardParser:
         cached, taken = np.full(len(rows), -1, np.int32), list[RemoteShard | None]()
         directory = self._directory
         for at, (k, each, base) in enumerate(zip(rows, tables, bases, strict=True)):
-            stored = files.opened(k).stored
+            stored = files.object_of(k).stored
             # Blocks that were just fetched are in the page cache, and not on the disk yet.
             if alignments[at] > 1 and each.count:
                 cached[at] = stored.open_data()
