@@ -26,7 +26,7 @@ import numpy as np
 from ffserve.disk.files import allocated_size, os_error
 from ffserve.dtypes import Int32s, Int64s
 from ffserve.engine.io import open_direct_all
-from ffserve.engine.many_files import States, clear_flags, close_fds, stat_fds
+from ffserve.engine.many_files import States, clear_flags, close_fds, open_again, stat_fds
 from ffserve.errors import FFServeError, ReadError
 from ffserve.limits import TABLE_SAMPLE_SIZE
 from ffserve.reads.page_cache import open_cached
@@ -268,10 +268,11 @@ class ShardParser:
             raise
         taken: list[RemoteShard | None] = [None] * len(rows)
         if isinstance(files, IdentifiedObjects):
-            cached, taken = self._take_objects(files, rows, tables, bases, alignments)
+            taken = self._take_objects(files, rows, tables, bases)
         else:
-            cached = self._open_cached(opened, alignments, bases, tables, keys)
             close_passed([files.passed[k] for k in rows])
+        remote = isinstance(files, IdentifiedObjects)
+        cached = self._open_cached(opened, alignments, bases, tables, keys, remote=remote)
         fds_of = zip(opened.tolist(), cached.tolist(), strict=True)
         columns = zip(
             tables, keys, paths, bases, domains, fds_of, alignments.tolist(), charges, taken,
@@ -344,24 +345,16 @@ class ShardParser:
         rows: list[int],
         tables: list[Tables],
         bases: list[int],
-        alignments: Int64s,
-    ) -> tuple[Int32s, list[RemoteShard | None]]:
-        """Return descriptors as of `_open_cached`, and what shards have of their objects."""
-        cached, taken = np.full(len(rows), -1, np.int32), list[RemoteShard | None]()
-        directory = self._directory
-        for at, (k, each, base) in enumerate(zip(rows, tables, bases, strict=True)):
+    ) -> list[RemoteShard | None]:
+        """Return what shards have of their objects, which belong to them from now on."""
+        taken, directory = list[RemoteShard | None](), self._directory
+        for k, each, base in zip(rows, tables, bases, strict=True):
             stored = files.object_of(k).stored
-            # Blocks that were just fetched are in the page cache, and not on the disk yet.
-            if alignments[at] > 1 and each.count:
-                cached[at] = stored.open_data()
-                os.posix_fadvise(int(cached[at]), 0, 0, os.POSIX_FADV_RANDOM)
             offsets = directory.offsets[base : base + each.count].astype(np.int64)
             lengths = directory.lengths(np.arange(base, base + each.count))
             blocks = blocks_of(each, offsets, lengths, stored.block_size)
             taken.append(RemoteShard(stored, {files.peer.owner: files.take(k)}, *blocks))
-        with self._lock:
-            self._budget.cached_count += int((cached >= 0).sum())
-        return cached, taken
+        return taken
 
     # ---- their shards ---------------------------------------------------------------------------
 
@@ -432,18 +425,25 @@ class ShardParser:
         bases: list[int],
         tables: list[Tables],
         keys: list[ShardKey],
+        *,
+        remote: bool,
     ) -> Int32s:
         """Return `page_cache.open_cached` of the files with direct I/O, while there are descriptors
         for them; -1 for others."""
         cached = np.full(len(fds), -1, np.int32)
         filled = [each.count > 0 for each in tables]
-        rows = np.flatnonzero((alignments > 1) & filled)[: max(self._budget.spare, 0)]
-        if len(rows):
+        rows = np.flatnonzero((alignments > 1) & filled)
+        if remote:  # blocks that come are in the page cache first, and not on the disk yet
+            again, _ = open_again(fds[rows], os.O_RDONLY | os.O_CLOEXEC)
+            cached[rows[: len(again)]] = again
+            for fd in again.tolist():
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        elif len(rows := rows[: max(self._budget.spare, 0)]):
             begins = self._directory.offsets[np.array(bases, np.int64)[rows]].astype(np.int64)
             ends = np.array([keys[k].identity.size for k in rows.tolist()], np.int64)
             cached[rows] = open_cached(fds[rows], begins, ends)
-            with self._lock:
-                self._budget.cached_count += int((cached >= 0).sum())
+        with self._lock:
+            self._budget.cached_count += int((cached >= 0).sum())
         return cached
 
 
