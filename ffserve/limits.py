@@ -149,7 +149,7 @@ MOST_ACCESS = 64 << 10
 """Characters of the credentials that a client passes with an OPEN; longer ones are refused."""
 OPENED_AT_ONCE = 64
 """A process that reads remote files without a daemon opens this many at the same time. Over 20 ms
-latency that takes 1 ms for each, which is the CPU that a file costs."""
+latency that takes 0.3 ms for each, less than the CPU that a file costs."""
 MOST_LISTED, MOST_PAGE_SIZE = 1 << 22, 256 << 20
 """Files in one listing of an origin, of which those that are wanted take half a KB of memory each,
 and bytes of a page that lists them; a longer listing, which may have no end, fails."""

@@ -29,6 +29,7 @@ from ffserve.client.daemon import connection as connections
 from ffserve.client.daemon.shared_memory import DaemonSource
 from ffserve.client.failover import OpenRequest, SourceSelector, closed_error
 from ffserve.client.local.local_source import LocalSource
+from ffserve.client.local.ranged_source import RangedSource
 from ffserve.client.record_stream import RecordStream
 from ffserve.client.source import Batch, Leased, SampleSource, cut
 from ffserve.dataset.fields import (
@@ -338,8 +339,8 @@ class BaseReader:
 
     def _folder_search(self, source: SampleSource) -> packed_folders.FolderSearch:
         # A daemon fetches for all; what a job asked an origin for would be fetched once more.
-        versions = () if source.description.startswith("daemon") else self._request.identities
-        return packed_folders.FolderSearch(source.shards, source.states, versions)
+        objects = source.objects if isinstance(source, RangedSource) else ()
+        return packed_folders.FolderSearch(source.shards, source.states, objects)
 
     def _hide_folders(self, found: list[int]) -> None:
         """Hide the samples with names."""

@@ -19,7 +19,6 @@ from ffserve.dtypes import Bools, Bytes, Int64s
 from ffserve.engine.many_files import close_fds, contents_of, open_paths, read_pieces, stat_fds
 from ffserve.errors import FFServeError, raise_first
 from ffserve.folders.folder_index import MAGIC, check_size, is_index
-from ffserve.store.origin import ObjectVersion
 from ffserve.store.ranges import RangedObject, at_once
 from ffserve.store.urls import is_url
 
@@ -73,40 +72,36 @@ def _first_ones(paths: Sequence[str], sizes: Int64s, states: Int64s) -> list[boo
     return [begins if there else None for begins, there in zip(begun, read, strict=False)]
 
 
-def _are_remote_indices(
-    versions: Sequence[ObjectVersion], sizes: Sequence[int]
-) -> list[bool | None]:
+def _are_remote_indices(objects: Sequence[RangedObject], sizes: Sequence[int]) -> list[bool | None]:
     """Return the same for remote files."""
 
-    def begins_so(last: tuple[ObjectVersion, int]) -> bool | None:
-        version, size = last
-        begin = version.size - size
+    def begins_so(last: tuple[RangedObject, int]) -> bool | None:
+        opened, size = last
+        begin = opened.size - size
         try:
-            return is_index(RangedObject(version).fetch(begin, begin + HEAD_SIZE))
+            return is_index(opened.fetch(begin, begin + HEAD_SIZE))
         except FFServeError:  # the source may have it, or says why not
             return None
 
-    urls = [version.url for version in versions]
-    return at_once(begins_so, list(zip(versions, sizes, strict=True)), urls)
+    urls = [opened.identity.url for opened in objects]
+    return at_once(begins_so, list(zip(objects, sizes, strict=True)), urls)
 
 
 class FolderSearch:
     """Finds the folder indices among the samples of a data set.
 
     Args: shards: its files, as ``Reader.shards`` has them. states: of the local ones when they were
-        opened, as of `contents_of`, a row for each file. versions: of the remote ones, in order;
-        empty: these are read through their source.
+        opened, as of `contents_of`, a row for each file. objects: the remote ones by file, None for
+        others; empty: these are read through their source.
 
     last: numbers of the last samples of files that can be packed folders; ``look`` wants their
     sizes. found: numbers of folder indices.
     """
 
     def __init__(
-        self, shards: Iterable[Any], states: Int64s, versions: Iterable[ObjectVersion]
+        self, shards: Iterable[Any], states: Int64s, objects: Sequence[RangedObject | None]
     ) -> None:
-        files = list(shards)
-        remote = [k for k, shard in enumerate(files) if is_url(shard.path)]
-        self._remote, self._versions = np.array(remote, np.int64), list(versions)
+        files, self._objects = list(shards), objects
         rows = [k for k, shard in enumerate(files) if shard.format == "ffrecord" and shard.count]
         self._rows, self._states = np.array(rows, np.int64), states
         self._shards = [files[k] for k in rows]
@@ -122,14 +117,13 @@ class FolderSearch:
         ends = np.array([shard.size for shard in self._shards], np.int64)
         # A sample that a cut file does not have as a whole is damaged, and nothing else.
         chosen = np.flatnonzero(may_be_indices(sizes, counts) & (sizes <= ends))
-        remote = np.isin(self._rows[chosen], self._remote)
+        remote = np.array([is_url(self._shards[k].path) for k in chosen.tolist()], np.bool_)
         near, far = chosen[~remote], chosen[remote]
         paths = [self._shards[k].path for k in near.tolist()]
         states = are_indices(paths, sizes[near], self._states[self._rows[near]])
-        if self._versions:
-            places = np.searchsorted(self._remote, self._rows[far]).tolist()
-            versions = [self._versions[k] for k in places]
-            states += _are_remote_indices(versions, sizes[far].tolist())
+        if self._objects:
+            some = [each for k in self._rows[far].tolist() if (each := self._objects[k])]
+            states += _are_remote_indices(some, sizes[far].tolist())
         else:
             states += [None] * len(far)
         looked_at = np.concatenate((near, far))

@@ -167,6 +167,11 @@ class FFRecordShard:
     format: str = "ffrecord"
     checksum_kind: int = CHECKSUM_CRC32
 
+    @property
+    def last_offset(self) -> int:
+        """Where the last sample begins, which may be beyond the end of a truncated file."""
+        return self._tables.last_offset
+
     def load(
         self,
         offsets: UInt64s,

@@ -30,6 +30,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import mmap
 import os
 import struct
@@ -62,6 +63,7 @@ _FLOCK = struct.Struct("hhqqi4x")
 _NO_COPY = (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM)
 
 
+@functools.cache
 def boot_id() -> bytes:
     """Return the boot ID, which changes with each start of the machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()[:36]
@@ -295,10 +297,11 @@ class StoredObject:
         self._pins = np.zeros(state.count, np.int32)
         path = os.path.join(state.directory, "state")
         self._pin_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self._data_fd = -1
+        self.data_fd = -1
+        """Of the sparse file."""
         try:
-            self._data_fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-            if os.fstat(self._data_fd).st_size != state.size:
+            self.data_fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+            if os.fstat(self.data_fd).st_size != state.size:
                 raise ValueError("the length of the data file differs from that of the object")
             lock(self._pin_fd, fcntl.F_RDLCK, OPEN)
             now = time.time()
@@ -382,7 +385,7 @@ class StoredObject:
 
     def publish(self, first: int, content: bytes | memoryview) -> None:
         """Write neighbouring blocks that are claimed and reserved. Raises: OSError."""
-        write_at(self._data_fd, content, first * self.block_size)
+        write_at(self.data_fd, content, first * self.block_size)
         begins = np.arange(0, len(content), self.block_size, dtype=np.uint64)
         sizes = np.minimum(np.uint64(len(content)) - begins, np.uint64(self.block_size))
         blocks = slice(first, first + len(begins))
@@ -391,7 +394,7 @@ class StoredObject:
 
     def discard(self, block: int) -> None:
         """Give a block's bytes back to the file system. Raises: OSError."""
-        punch(self._data_fd, block * self.block_size, self.state.held(block))
+        punch(self.data_fd, block * self.block_size, self.state.held(block))
 
     def agrees(self, block: int) -> bool:
         """Read a block; return whether it has the checksum with which it was written."""
@@ -410,7 +413,7 @@ class StoredObject:
         """Return bytes of blocks that are there, and pinned. Raises: OSError."""
         parts = []
         while start < end:
-            part = os.pread(self._data_fd, end - start, start)
+            part = os.pread(self.data_fd, end - start, start)
             if not part:
                 break
             parts.append(part)
@@ -419,7 +422,7 @@ class StoredObject:
 
     def copy_to(self, fd: int, start: int, end: int) -> bool:
         """Copy bytes of blocks that are present and pinned; see `copy_range`."""
-        return copy_range(self._data_fd, fd, start, end)
+        return copy_range(self.data_fd, fd, start, end)
 
     def read_index(self, name: str) -> bytes:
         """Return what `Store.keep_index` kept; b"" if there is nothing."""
@@ -431,8 +434,8 @@ class StoredObject:
     def close(self) -> None:
         """Give up pins, claims and files. A child process gives up only its copies."""
         with contextlib.suppress(OSError):
-            for fd in (self._pin_fd, self._data_fd):
+            for fd in (self._pin_fd, self.data_fd):
                 if fd >= 0:
                     os.close(fd)
-        self._pin_fd = self._data_fd = -1
+        self._pin_fd = self.data_fd = -1
         self.state.close()

@@ -19,6 +19,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, TypeAlias
@@ -37,6 +38,8 @@ from ffserve.store.schemes.scheme import (
 )
 
 _PROXIES = "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "FTP_PROXY"
+_PLACE = re.compile(r"[^/?#\0-\x1f]+://[^/?#\0-\x1f]*(?=[^\0-\x1f]*\Z)")
+"""The beginning of a URL without control characters: protocol and host, or bucket."""
 _LOGGERS = ("asyncio", "fsspec", "urllib3")
 """Loggers of the packages that several schemes use."""
 
@@ -82,7 +85,8 @@ def own_settings(some: Sequence[str]) -> str:
     conf = fsspec_settings()
     protocols = sorted({protocol_of(url) for url in some})
     prefixes = {each for url in some for each in scheme_of(url).settings}
-    found = sorted(set_variables(prefixes).items())
+    variables = set_variables(prefixes)
+    found = sorted((os.fsdecode(name), os.fsdecode(text)) for name, text in variables.items())
     seed = repr([found, [(name, conf.get(name, {})) for name in protocols]])
     return hashlib.blake2b(seed.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
@@ -239,10 +243,11 @@ def _fits(scheme: Scheme, name: str, options: Options) -> bool:
 def served(url: str) -> bool:
     """Whether the daemon fetches this URL: it has a known protocol, and no other one below it
     (`::`)."""
-    if "::" in url or any(ord(letter) < 32 for letter in url) or not scheme_of(url).travels:
+    found = _PLACE.match(url)
+    if "::" in url or found is None or not scheme_of(url).travels:
         return False
     try:
-        parts = urlsplit(url)
+        parts = urlsplit(found[0])  # it remembers those of one place
         port = parts.port
     except ValueError:
         return False

@@ -358,13 +358,13 @@ class Store:
             try:
                 state = BlockState(directory)
                 try:
-                    counted = self._held_by(state)
                     if not text.startswith(state.identity) or state.size != identity.size:
                         raise ValueError("of another object")
                     if state.boot != boot_id():
                         state.uncheck()
                     return StoredObject(state)
                 except BaseException:
+                    counted = self._held_by(state)
                     state.close()
                     raise
             except (FileNotFoundError, ValueError) as error:
@@ -374,8 +374,8 @@ class Store:
                     ) from error
                 if not isinstance(error, FileNotFoundError) or os.path.isdir(directory):
                     log.warning("store: an object was damaged and is fetched again: %s", error)
-                self._remove(directory)
-                self._add(-counted)
+                    self._remove(directory)
+                    self._add(-counted)
                 if not self._create(directory, text, identity.size, block_size, first):
                     return None
         raise AssertionError("the second attempt returns or raises")

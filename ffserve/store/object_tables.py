@@ -39,7 +39,8 @@ def parsed(
     read_exactly(read_at, 0, memoryview(head), name)
     chosen = formats.by_name(format) if format else formats.detect(bytes(head), name, size)
     if not needs_scan(chosen):
-        return chosen.open(read_at, size, name, verify=verify, tolerant=tolerant, admit=admit)
+        known = _with_head(read_at, head)
+        return chosen.open(known, size, name, verify=verify, tolerant=tolerant, admit=admit)
     if seen is not None:
         read_at = watched(read_at, seen)
     if kept is None:
@@ -64,3 +65,16 @@ def parsed(
         content = index_file.encode(identity, scanned.lengths, scanned.checksums, scanned.kept)
         store.keep_index(stored, place, content)
     return scanned
+
+
+def _with_head(read_at: ReadAt, head: bytearray) -> ReadAt:
+    """Return the same `ReadAt`, of an object whose first bytes are known."""
+
+    def read(offset: int, into: memoryview, /) -> int:
+        end = offset + len(into)
+        if end > len(head):
+            return read_at(offset, into)
+        into[:] = head[offset:end]
+        return len(into)
+
+    return read

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -30,6 +31,8 @@ RANGE_SIZE = 4 << 20
 """One request has at most this many bytes; larger ranges come by several requests at once."""
 HEAD_SIZE = 64 << 10
 """Opening an object reads this many bytes first, which contain the tables of a small one."""
+LAST_SIZE = 16
+"""Of the last sample of a small object this many are kept, which show whether it is an index."""
 PIECE_SIZE = 1 << 20
 KEPT_SIZE = 32 << 20
 """Opening a file keeps this many bytes, since some tables are read twice."""
@@ -53,6 +56,8 @@ class RangedObject:
         self._remote = RemoteFile(identity, block_size=BLOCK_SIZE)
         self._head, self._head_used = b"", 0
         """The first bytes, while the object is opened, and how many of them were read."""
+        self._last = 0, b""
+        """Bytes that came with these, and where they begin."""
 
     def after_fork(self) -> None:
         """Prepare a child process to connect anew."""
@@ -64,6 +69,9 @@ class RangedObject:
         Args:   direct: as of `RemoteFile.read`.
         Raises: FFServeError.
         """
+        begin, content = self._last
+        if begin <= start and end <= begin + len(content) and not direct:
+            return content[start - begin : end - begin]
         if scheme_of(self.identity.url).at_once > ASKED_AT_ONCE:
             return self._fetch(start, end, direct)
         return bytes_of(self.ask(start, end, direct=direct))
@@ -71,8 +79,10 @@ class RangedObject:
     def _fetch(self, start: int, end: int, direct: bool) -> bytes:
         return call(self.identity.url, partial(self._remote.read, start, end, direct=direct))
 
-    def spare(self) -> None:
-        """Keep only those of the first bytes that were read, which may be read once more."""
+    def spare(self, last: int) -> None:
+        """Keep only those of the first bytes that were read, which may be read once more, and some
+        from the offset `last` on, if they are there."""
+        self._last = last, self._head[last : last + LAST_SIZE]
         self._head = self._head[: self._head_used]
 
     def ask(self, start: int, end: int, *, direct: bool = False) -> Future[Outcome]:
@@ -154,11 +164,44 @@ def at_once(call: Callable[[T], R], items: Sequence[T], some: Sequence[str]) -> 
     Args: some: URL of each item.
     Raises: the error of the first that failed.
     """
+    places = {url.partition("://")[0] + "://" for url in some}
+    return in_threads(call, items, min((scheme_of(url).at_once for url in places), default=1))
+
+
+def in_threads(call: Callable[[T], R], items: Sequence[T], most: int) -> list[R]:
+    """Return the results of calls, at most so many at the same time. A process that ends does not
+    wait for them.
+
+    Raises: the error of the first that failed.
+    """
     if len(items) < 2:
         return [call(item) for item in items]
-    most = min(scheme_of(url).at_once for url in {url.partition("://")[0] + "://" for url in some})
-    with ThreadPoolExecutor(min(len(items), most), "ffserve-open") as pool:
-        return list(pool.map(call, items))
+    found, failed = dict[int, R](), dict[int, BaseException]()
+    left = enumerate(items)
+
+    def work() -> None:
+        for k, item in left:  # a step of it is one call of C, so two threads never get the same
+            if failed:
+                return
+            try:
+                found[k] = call(item)
+            except BaseException as error:
+                failed[k] = error
+
+    threads = [
+        threading.Thread(target=work, name="ffserve-open", daemon=True)
+        for _ in range(min(len(items), most))
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException as error:  # an interrupt: nothing else begins
+        failed[-1] = error
+    if failed:
+        raise failed[min(failed)]
+    return [found[k] for k in range(len(items))]
 
 
 class _Pieces:

@@ -11,6 +11,8 @@ from ffserve.errors import UsageError
 from ffserve.store.schemes import scheme_of
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_PLAIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s\0-\x1f@?#]*")
+"""URLs that have no secrets, and are shown as they are: most, which is seen without parsing."""
 NAME_MAX = 255
 """The longest part of a path on Linux file systems, in bytes."""
 
@@ -49,7 +51,7 @@ def is_web(url: str) -> bool:
 
 def shown(url: str) -> str:
     """Return a URL without its secrets, for messages: no password, no query (signatures)."""
-    if not is_url(url):
+    if _PLAIN.fullmatch(url) or not is_url(url):
         return url
     try:
         parts = urlsplit(url)

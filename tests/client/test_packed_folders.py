@@ -247,6 +247,7 @@ def test_damaged_names_are_names_wherever_they_are(tree: Path) -> None:
 
 def test_names_that_cannot_be_read_are_no_sample(tree: Path) -> None:
     path = tree.parent / "one.ffr"
+    (tree / "large").write_bytes(bytes(64 << 10))  # so they do not come with the tables
     pack([tree], path)
     with http_origin() as origin:
         url = origin.put("one.ffr", path.read_bytes())

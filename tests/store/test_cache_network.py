@@ -374,7 +374,7 @@ def test_a_private_object_came_from_the_cache_to_who_may_not_read_it(
         one = remote.WantedFile(0, version, access, (7, 7), "x", "s3://bucket", (0, 0, 0, 0, 0))
         peer = type("Peer", (), {"owner": (7, 7), "account": "7"})()
         try:
-            [opened] = files.identify([one], [one], peer)  # type: ignore[arg-type]
+            [opened] = files.identify([one], peer)  # type: ignore[arg-type]
         except AccessDenied:
             assert refused and len(cache.asked) == known
         else:

@@ -590,6 +590,23 @@ def test_many_files_are_opened_at_the_same_time(server: HttpOrigin, tmp_path: Pa
         tracemalloc.stop()
 
 
+def test_a_small_file_is_opened_by_one_request(server: HttpOrigin, tmp_path: Path) -> None:
+    """Each was asked once more for its last sample, which may be the index of a packed folder."""
+    content = record_file(tmp_path, "ffrecord", [bytes([k]) * 400 for k in range(20)])
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "one").write_bytes(b"content")
+    assert run(["pack", str(tmp_path / "folder"), "-o", str(tmp_path / "packed.ffr")]) == 0
+    many = [server.put(f"n{k}.ffr", content) for k in range(30)]
+    many.append(server.put("packed.ffr", (tmp_path / "packed.ffr").read_bytes()))
+    with ffserve.open(many, server="off") as reader:
+        assert len(reader) == 601
+    assert (server.requests["HEAD"], server.requests["GET"]) == (31, 31)
+    large = [bytes(ranges.HEAD_SIZE), bytes(4000)]
+    with ffserve.open(served(server, tmp_path, "ffrecord", large), server="off") as reader:
+        assert len(reader) == 2
+    assert server.requests["GET"] == 31 + 2
+
+
 # ---- a daemon that is started --------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ from ffserve.client.local.local_source import (
 from ffserve.client.source import Target
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.errors import FormatError
+from ffserve.formats.ffrecord import FFRecordShard
 from ffserve.reads import chunks
 from ffserve.reads.fetched import FetchedFile, FetchingEngine
 from ffserve.reads.records import BatchEngine
@@ -66,7 +67,8 @@ class RangedSource(LocalSource):
             zip(urls, at_once(lambda each: _parsed(each, how, seen), objects, urls), strict=True)
         )
         by_url = dict(zip(urls, objects, strict=True))
-        self._objects = [by_url.get(path) for path in paths]
+        self.objects = [by_url.get(path) for path in paths]
+        """By shard; None: it is local."""
         self._remote = frozenset(k for k, path in enumerate(paths) if is_url(path))
         super().__init__(paths, format, verify, tolerant, seen=seen, share=share)
         self._parsed.clear()
@@ -96,7 +98,7 @@ class RangedSource(LocalSource):
                 partial(opened.ask_all, direct=True),
                 partial(self._faults.read_wrong, shard),
             )
-            for shard, opened in enumerate(self._objects)
+            for shard, opened in enumerate(self.objects)
             if opened is not None
         }
         never_read = dict.fromkeys(fetches)
@@ -127,13 +129,13 @@ class RangedSource(LocalSource):
         return LocalRequest(indices, target, np.arange(len(indices)))
 
     def _second_reads(self, shard: int) -> Second:
-        opened = self._objects[shard]
+        opened = self.objects[shard]
         return super()._second_reads(shard) if opened is None else opened.ask_again
 
     def after_fork(self) -> None:
         """Connections to origins are the parent's as well."""
         super().after_fork()
-        for opened in self._objects:
+        for opened in self.objects:
             if opened is not None:
                 opened.after_fork()
 
@@ -146,12 +148,13 @@ def _parsed(opened: RangedObject, how: How, seen: Callable[[int], object] | None
         )  # fmt: skip
 
     try:
-        return read(False)
+        shard = read(False)
     except FormatError:
         # Tables may have been damaged on their way: all of their bytes are asked of the origin.
-        return read(True)
-    finally:
-        opened.spare()  # the tables of all shards are entered together, when all are here
+        shard = read(True)
+    # The tables of all shards are entered together, when all are here.
+    opened.spare(shard.last_offset if isinstance(shard, FFRecordShard) else 0)
+    return shard
 
 
 def identified(urls: Sequence[str]) -> tuple[ObjectVersion, ...]:

@@ -96,7 +96,8 @@ class TableCharge:
         path: of the file, for errors.
         allocated: returns the bytes of the file that are stored anywhere.
         wanted: whether the session still waits for the file.
-        sparse: whether scans are bounded by the allocated bytes.
+        sparse: whether scans are bounded by the allocated bytes; else what was read counts as
+            stored, too, such as an index in the store.
     """
 
     __slots__ = (
@@ -146,7 +147,7 @@ class TableCharge:
         unbacked = 0
         if size > STEP:
             if size - STEP > TABLES_PER_BYTE * self._stored:
-                self._stored = self._allocated()
+                self._stored = self._allocated() + (0 if self._sparse else self.read_size)
             unbacked = max(size - STEP - TABLES_PER_BYTE * self._stored, 0)
         more = size - self.size, unbacked - self._unbacked
         left = self._accounts.take(self.uid, *more, trusted=self._trusted)

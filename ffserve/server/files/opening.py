@@ -48,8 +48,10 @@ from ffserve.server.users.domains import Domain
 from ffserve.server.users.peers import Peer, viewer_of
 from ffserve.server.users.threads import in_thread
 
-REMOTE_COUNT = 64
+REMOTE_COUNT = 256
 """This many remote files of an OPEN are identified together."""
+OBJECT_COUNT = 16
+"""One thread opens this many of them; those that are left after `parsing.SINGLY_S` come next."""
 DROPPED_SHARE = 16
 """If a user has no room for tables, 1 part in DROPPED_SHARE of the room of all users is freed, if
 as much of it is not in use."""
@@ -190,13 +192,17 @@ class ShardOpener:
             # The name without a format decides as the content does: a user's own choice.
             how = request.format, request.verify, request.tolerant
             keys = [ShardKey(FileIdentity(*one.file), *how, one.owner) for one in wanted]
-            rows = zip(wanted, keys, strict=True)
-            unproven = [one for one, key in rows if not self._may_read(one, key, peer)]
             files = IdentifiedObjects(remote, peer, wanted, [request.paths[k] for k in some], keys)
-            await self._obtain(pending, partial(files.identify, unproven), files.close)
+            rows = enumerate(zip(wanted, keys, strict=True))
+            proven = [k for k, (one, key) in rows if self._may_read(one, key, peer)]
+            self._hold_opened(pending, files, proven)
+            if unproven := files.without(proven):
+                await self._obtain(pending, unproven.identify, unproven.close)
+            await asyncio.sleep(0)
 
     def _may_read(self, one: WantedFile, key: ShardKey, peer: Peer) -> bool:
-        """Whether the origin has let this user read an open object with the same access."""
+        """Whether the origin has let this user read an open object with the same access, with which
+        it is open."""
         shard = self._held.open.get(key)
         if shard is None or shard.remote is None or not shard.sessions:
             return False
@@ -274,21 +280,25 @@ class ShardOpener:
     async def _open_each(
         self, pending: PendingOpen, files: IdentifiedObjects, mine: dict[ShardKey, int]
     ) -> None:
-        """Open remote files, each in a thread of its own, some at a time."""
-        limit = asyncio.Semaphore(ASKED_AT_ONCE)
-        failed: list[BaseException] = []
+        """Open remote files, some of them in each of several threads."""
+        left, failed = list(mine.items()), list[BaseException]()
 
-        async def open_one(key: ShardKey, row: int) -> None:
-            async with limit:
-                if failed or key in self._held.open or key in self._opening:
-                    return
+        async def open_some() -> None:
+            while left and not failed:
+                some, left[:OBJECT_COUNT] = dict(left[:OBJECT_COUNT]), ()
+                some = {
+                    key: row
+                    for key, row in some.items()
+                    if key not in self._held.open and key not in self._opening
+                }
                 try:
-                    await self._open_new(pending, files, {key: row})
+                    if some:
+                        await self._open_new(pending, files, some)
                 except BaseException as error:
                     failed.append(error)
 
         # After a failure, too, all threads are waited for: each user has a bounded number of them.
-        await asyncio.gather(*(open_one(key, row) for key, row in mine.items()))
+        await asyncio.gather(*(open_some() for _ in range(ASKED_AT_ONCE)))
         if failed:
             raise failed[0]
 

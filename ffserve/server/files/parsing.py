@@ -1,8 +1,8 @@
 """Parsing: files are checked, identified and read in threads, those of one message together.
 
 A data set may have ten thousand files; a client passes a few hundred of them at a time. Their
-tables are read by `ffserve/reads/shard_tables.py`, and written into the directory. Remote files are
-opened one by one.
+tables are read by `ffserve/reads/shard_tables.py`, and written into the directory. Those of remote
+files are read one by one.
 
 A file system can hang in any call on its files, and an origin in any request. So all of this runs
 in threads, which `opening.py` starts. A session that waits for a file which another session opens
@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
@@ -25,7 +26,7 @@ import numpy as np
 from ffserve.disk.files import allocated_size, os_error
 from ffserve.dtypes import Int32s, Int64s
 from ffserve.engine.io import open_direct_all
-from ffserve.engine.many_files import States, clear_flags, close_fds, stat_fds
+from ffserve.engine.many_files import States, clear_flags, close_fds, open_again, stat_fds
 from ffserve.errors import FFServeError, ReadError
 from ffserve.limits import TABLE_SAMPLE_SIZE
 from ffserve.reads.page_cache import open_cached
@@ -77,6 +78,14 @@ class IdentifiedFiles:
     opened: OpenFiles
     keys: list[ShardKey]
 
+    def allocated(self, row: int) -> Callable[[], int]:
+        """Return what tells how many bytes of a file are stored. A charge keeps it."""
+        return partial(allocated_size, self.opened.fds[row])
+
+    def read(self, row: int, how: How, charge: TableCharge) -> Tables:
+        """Return the tables of a file. Raises: as of `read_single`."""
+        return read_single(self.opened, row, how, charge.admit, charge.reading)
+
     @property
     def paths(self) -> list[str]:
         """Their names."""
@@ -91,7 +100,7 @@ class IdentifiedFiles:
 @dataclass(slots=True)
 class IdentifiedObjects:
     """Remote files of an OPEN. keys: of their shards. objects: opened with this peer's access, once
-    that has been checked; None if the object belongs to a shard."""
+    that has been checked; None if the object belongs to a shard, empty before."""
 
     remote: RemoteFiles
     peer: Peer
@@ -100,10 +109,17 @@ class IdentifiedObjects:
     keys: list[ShardKey]
     objects: list[OpenObject | None] = field(default_factory=list)
 
-    def identify(self, unproven: list[WantedFile]) -> IdentifiedObjects:
-        """Open the objects; ask the origins whether the peer may read those that are unproven.
+    def without(self, proven: list[int]) -> IdentifiedObjects | None:
+        """Return the files in other rows, before they are identified; None: there are none."""
+        left = sorted({*range(len(self.keys))}.difference(proven))
+        wanted, paths = [self.wanted[k] for k in left], [self.paths[k] for k in left]
+        keys = [self.keys[k] for k in left]
+        return IdentifiedObjects(self.remote, self.peer, wanted, paths, keys) if left else None
+
+    def identify(self) -> IdentifiedObjects:
+        """Open the objects; ask the origins whether the peer may read them.
         Raises: as `RemoteFiles.identify`."""
-        self.objects += self.remote.identify(self.wanted, unproven, self.peer)
+        self.objects += self.remote.identify(self.wanted, self.peer)
         return self
 
     def close(self) -> None:
@@ -116,10 +132,26 @@ class IdentifiedObjects:
         """In the OPEN."""
         return [one.position for one in self.wanted]
 
-    def take(self, row: int) -> OpenObject:
-        """Return an object, which belongs to a shard from now on."""
-        opened, self.objects[row] = self.objects[row], None
+    def allocated(self, row: int) -> Callable[[], int]:
+        """Return what tells how many bytes of a file were fetched. A charge keeps it."""
+        state = self.object_of(row).stored.state
+        return lambda: state.held_size
+
+    def read(self, row: int, how: How, charge: TableCharge) -> Tables:
+        """Return the tables of a file. Raises: as of `RemoteFiles.parse`."""
+        about = how.format, how.verify, how.tolerant
+        shard = self.remote.parse(self.object_of(row), *about, charge.admit, charge.reading)
+        return Tables.of(shard, how.max_chunk_size)
+
+    def object_of(self, row: int) -> OpenObject:
+        """Return an object that belongs to no shard yet."""
+        opened = self.objects[row]
         assert opened is not None
+        return opened
+
+    def take(self, row: int) -> OpenObject:
+        """Return the same, which belongs to a shard from now on."""
+        opened, self.objects[row] = self.object_of(row), None
         return opened
 
     def give(self, row: int, shard: OpenShard) -> None:
@@ -194,7 +226,7 @@ class ShardParser:
         opening: OpeningGroup,
     ) -> list[OpenShard]:
         """Open the shards of some files, and close the descriptors that were passed for these. If
-        that takes long, only the first files are opened; of remote files, only the first one.
+        that takes long, only the first files are opened.
 
         Args: domains: the domain of each.
         Raises: FFServeError: of the first that cannot be opened; then none is. OSError with EMFILE.
@@ -217,14 +249,15 @@ class ShardParser:
         charges: list[TableCharge],
     ) -> list[OpenShard]:
         """Do the same. Args: charges: gets the charge for the tables of each."""
-        if isinstance(files, IdentifiedObjects):
-            return [self._open_object(request, files, rows[0], domains[0], charges)]
         paths, keys = [files.paths[k] for k in rows], [files.keys[k] for k in rows]
-        fds = np.array([files.passed[k].fd for k in rows], np.int32)
-        _check_unchanged(fds, keys, paths)
+        if isinstance(files, IdentifiedObjects):
+            fds = np.array([files.object_of(k).stored.data_fd for k in rows], np.int32)
+        else:
+            fds = np.array([files.passed[k].fd for k in rows], np.int32)
+            _check_unchanged(fds, keys, paths)
         tables = self._read(request, files, rows, opening, charges)
-        passed, fds = [files.passed[k] for k in rows[: len(tables)]], fds[: len(tables)]
-        keys, paths, domains = keys[: len(tables)], paths[: len(tables)], domains[: len(tables)]
+        rows, fds, domains = rows[: len(tables)], fds[: len(tables)], domains[: len(tables)]
+        keys, paths = keys[: len(tables)], paths[: len(tables)]
         counts = [each.count for each in tables]
         bases = self._reserve(counts, domains)
         try:
@@ -233,18 +266,24 @@ class ShardParser:
         except BaseException:
             self._release(bases, counts, domains)
             raise
-        cached = self._open_cached(opened, alignments, bases, tables, keys)
-        close_passed(passed)
+        taken: list[RemoteShard | None] = [None] * len(rows)
+        if isinstance(files, IdentifiedObjects):
+            taken = self._take_objects(files, rows, tables, bases)
+        else:
+            close_passed([files.passed[k] for k in rows])
+        remote = isinstance(files, IdentifiedObjects)
+        cached = self._open_cached(opened, alignments, bases, tables, keys, remote=remote)
         fds_of = zip(opened.tolist(), cached.tolist(), strict=True)
         columns = zip(
-            tables, keys, paths, bases, domains, fds_of, alignments.tolist(), charges, strict=True
-        )
+            tables, keys, paths, bases, domains, fds_of, alignments.tolist(), charges, taken,
+            strict=True,
+        )  # fmt: skip
         return [self._shard(request, *each) for each in columns]
 
     def _read(
         self,
         request: Request,
-        files: IdentifiedFiles,
+        files: Identified,
         rows: list[int],
         opening: OpeningGroup,
         charges: list[TableCharge],
@@ -257,7 +296,11 @@ class ShardParser:
             self._settings.max_chunk_size,
             keep="inode",
         )
-        found = read_together(files.opened, rows, how)
+        found: dict[int, Tables] = {}
+        if isinstance(files, IdentifiedObjects):
+            files.remote.ask(map(files.object_of, rows))
+        else:
+            found = read_together(files.opened, rows, how)
         tables: list[Tables] = []
         peer = opening.peer
         charged = charge_all(
@@ -283,11 +326,12 @@ class ShardParser:
                     peer.uid,
                     files.paths[k],
                     trusted=peer.is_administrator,
-                    allocated=partial(allocated_size, files.opened.fds[k]),
+                    allocated=files.allocated(k),
                     wanted=request.wanted,
+                    sparse=isinstance(files, IdentifiedFiles),
                 )
                 charges.append(charge)
-                tables.append(read_single(files.opened, k, how, charge.admit, charge.reading))
+                tables.append(files.read(k, how, charge))
                 charge.settle()
         finally:
             opening.current = None
@@ -295,62 +339,22 @@ class ShardParser:
                 charge.give()
         return tables
 
-    # ---- remote files ---------------------------------------------------------------------------
-
-    def _open_object(
+    def _take_objects(
         self,
-        request: Request,
         files: IdentifiedObjects,
-        row: int,
-        domain: Domain,
-        charges: list[TableCharge],
-    ) -> OpenShard:
-        path, key, opened = files.paths[row], files.keys[row], files.objects[row]
-        assert opened is not None
-        stored, peer = opened.stored, files.peer
-        charge = TableCharge(
-            self._accounts,
-            peer.uid,
-            path,
-            trusted=peer.is_administrator,
-            # A sparse file of the store: what has been fetched, and what was read of its index.
-            allocated=lambda: stored.state.held_size + charge.read_size,
-            wanted=request.wanted,
-            sparse=False,
-        )
-        charges.append(charge)
-        how = request.format, request.verify, request.tolerant
-        shard = files.remote.parse(opened, *how, charge.admit, charge.reading)
-        tables = Tables.of(shard, self._settings.max_chunk_size)
-        charge.settle()
-        (base,) = self._reserve([shard.count], [domain])
-        fd = -1
-        try:
-            enter([tables], [base], [path], self._directory)
-            rows = slice(base, base + shard.count)
-            directory = self._directory
-            offsets = directory.offsets[rows].astype(np.int64)
-            lengths = directory.lengths(np.arange(base, base + shard.count))
-            blocks = blocks_of(shard, tables.chunked, offsets, lengths, opened.stored.block_size)
-            fd = opened.stored.open_data()
-            (direct,), alignments = _reopen(np.array([fd], np.int32), [path])
-        except BaseException:
-            self._release([base], [shard.count], [domain])
-            raise
-        finally:
-            if fd >= 0:
-                os.close(fd)
-        # Blocks that were just fetched are in the page cache, and not on the disk yet.
-        cached = opened.stored.open_data() if alignments[0] > 1 and shard.count else -1
-        if cached >= 0:
-            os.posix_fadvise(cached, 0, 0, os.POSIX_FADV_RANDOM)
-            with self._lock:
-                self._budget.cached_count += 1
-        taken = RemoteShard(opened.stored, {files.peer.owner: files.take(row)}, *blocks)
-        fds_of, alignment = (int(direct), cached), int(alignments[0])
-        return self._shard(
-            request, tables, key, path, base, domain, fds_of, alignment, charge, taken
-        )
+        rows: list[int],
+        tables: list[Tables],
+        bases: list[int],
+    ) -> list[RemoteShard | None]:
+        """Return what shards have of their objects, which belong to them from now on."""
+        taken, directory = list[RemoteShard | None](), self._directory
+        for k, each, base in zip(rows, tables, bases, strict=True):
+            stored = files.object_of(k).stored
+            offsets = directory.offsets[base : base + each.count].astype(np.int64)
+            lengths = directory.lengths(np.arange(base, base + each.count))
+            blocks = blocks_of(each, offsets, lengths, stored.block_size)
+            taken.append(RemoteShard(stored, {files.peer.owner: files.take(k)}, *blocks))
+        return taken
 
     # ---- their shards ---------------------------------------------------------------------------
 
@@ -365,7 +369,7 @@ class ShardParser:
         fds: tuple[int, int],
         alignment: int,
         charge: TableCharge,
-        remote: RemoteShard | None = None,
+        remote: RemoteShard | None,
     ) -> OpenShard:
         """Return a shard. Args: fds: `fd` and `cached_fd` of it."""
         return OpenShard(
@@ -421,18 +425,25 @@ class ShardParser:
         bases: list[int],
         tables: list[Tables],
         keys: list[ShardKey],
+        *,
+        remote: bool,
     ) -> Int32s:
         """Return `page_cache.open_cached` of the files with direct I/O, while there are descriptors
         for them; -1 for others."""
         cached = np.full(len(fds), -1, np.int32)
         filled = [each.count > 0 for each in tables]
-        rows = np.flatnonzero((alignments > 1) & filled)[: max(self._budget.spare, 0)]
-        if len(rows):
+        rows = np.flatnonzero((alignments > 1) & filled)
+        if remote:  # blocks that come are in the page cache first, and not on the disk yet
+            again, _ = open_again(fds[rows], os.O_RDONLY | os.O_CLOEXEC)
+            cached[rows[: len(again)]] = again
+            for fd in again.tolist():
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        elif len(rows := rows[: max(self._budget.spare, 0)]):
             begins = self._directory.offsets[np.array(bases, np.int64)[rows]].astype(np.int64)
             ends = np.array([keys[k].identity.size for k in rows.tolist()], np.int64)
             cached[rows] = open_cached(fds[rows], begins, ends)
-            with self._lock:
-                self._budget.cached_count += int((cached >= 0).sum())
+        with self._lock:
+            self._budget.cached_count += int((cached >= 0).sum())
         return cached
 
 

@@ -22,7 +22,6 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,18 +32,20 @@ import numpy as np
 from ffserve.config import ServerConfig, format_size
 from ffserve.dtypes import Int32s, Int64s, UInt32s
 from ffserve.errors import FFServeError, FormatError, MissingFile, ReadError, UsageError
-from ffserve.formats.base import Admit, ChunkedShard, ForetoldReadAt, Shard
+from ffserve.formats.base import Admit, ForetoldReadAt, Shard
 from ffserve.limits import ASKED_AT_ONCE, MOST_ORIGINS, MOST_TAG, MOST_URL
 from ffserve.protocol import EVERY
+from ffserve.reads.shard_tables import Tables
 from ffserve.server.users.peers import OWN, Account, Owner, Peer, account_of
 from ffserve.store import cache_network
 from ffserve.store.blocks import PRESENT, StoredObject
 from ffserve.store.cache_network import CacheNetwork
 from ffserve.store.credentials import Access, forget_own_settings, quieten_packages, served
 from ffserve.store.directory import Store, name_of, usual_limit
-from ffserve.store.fetching import MOST_ALIKE, Fetcher, OpenObject, Patience
+from ffserve.store.fetching import MOST_ALIKE, NOW, Fetcher, OpenObject, Patience
 from ffserve.store.object_tables import parsed
 from ffserve.store.origin import ObjectVersion, changed, identify
+from ffserve.store.ranges import in_threads
 from ffserve.store.schemes import travelling
 from ffserve.store.urls import shown
 
@@ -206,16 +207,13 @@ class RemoteFiles:
 
     # ---- in threads -----------------------------------------------------------------------
 
-    def identify(
-        self, wanted: Sequence[WantedFile], unproven: Sequence[WantedFile], peer: Peer
-    ) -> list[OpenObject]:
-        """Open objects for a peer; ask the origins of unproven objects whether the peer may read
-        them.
+    def identify(self, wanted: Sequence[WantedFile], peer: Peer) -> list[OpenObject]:
+        """Open objects for a peer; ask their origins whether the peer may read them.
 
         Raises: the error of an origin; ReadError: an object has changed, or cannot be opened. Then
             none is open.
         """
-        self._check(unproven, peer)
+        self._check(wanted, peer)
         found: list[OpenObject] = []
         try:
             found.extend(self.open_object(one, peer.owner) for one in wanted)
@@ -246,9 +244,15 @@ class RemoteFiles:
             if not same or (found.modified and found.modified != one.identity.modified):
                 raise changed(url)
 
-        _for_all(ask, wanted)
+        in_threads(ask, wanted, ASKED_AT_ONCE)
         if self.own:
             self._reached.update(one.place for one in wanted)
+
+    def ask(self, objects: Iterable[OpenObject]) -> None:
+        """Ask for the first blocks of objects, which their tables begin in; return at once."""
+        for opened in objects:
+            missing = opened.stored.missing(opened.blocks(0, 1))
+            self.fetcher.ask(opened, missing.tolist(), NOW, None)
 
     def parse(
         self,
@@ -354,46 +358,17 @@ def pool_of(account: Account, place: str) -> str:
     return f"{account} {place}"
 
 
-def _for_all(call: Callable[[WantedFile], object], items: Sequence[WantedFile]) -> None:
-    """Make calls, several at once. Raises: the error of the first that failed."""
-    futures: list[Future[None]] = [Future() for _ in items]
-    left = iter(list(zip(items, futures, strict=True)))
-    taking = threading.Lock()
-
-    def work() -> None:
-        while True:
-            with taking:
-                item, future = next(left, (None, None))
-            if item is None or future is None:
-                return
-            try:
-                call(item)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-
-    # These are not threads of a pool, since the daemon must not wait for them when it ends.
-    for _ in range(min(len(items), ASKED_AT_ONCE)):
-        threading.Thread(target=work, name="ffserve-open", daemon=True).start()
-    wait(futures)
-    for future in futures:
-        future.result()
-
-
-def blocks_of(
-    shard: Shard, chunked: ChunkedShard | None, offsets: Int64s, lengths: Int64s, size: int
-) -> tuple[Int32s, Int32s]:
+def blocks_of(tables: Tables, offsets: Int64s, lengths: Int64s, size: int) -> tuple[Int32s, Int32s]:
     """Return the first and the last block of each sample.
 
     Args: offsets, lengths: of plain samples. size: bytes of a block.
     """
     begins, ends = offsets, offsets + lengths
-    if chunked is not None:
-        chunks = chunked.chunks
-        holding = chunks.holding(np.arange(shard.count))
+    if tables.chunked is not None:
+        chunks = tables.chunked.chunks
+        holding = chunks.holding(np.arange(tables.count))
         begins, ends = chunks.begins[holding], chunks.ends[holding]
-    most = max(-(-shard.size // size) - 1, 0)
+    most = max(-(-tables.size // size) - 1, 0)
     firsts = np.clip(begins // size, 0, most)
     lasts = np.clip(np.maximum(ends - 1, begins) // size, firsts, most)
     return firsts.astype(np.int32), lasts.astype(np.int32)

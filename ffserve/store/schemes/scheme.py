@@ -290,7 +290,7 @@ def fsspec_settings() -> dict[str, Options]:
     return found
 
 
-def set_variables(prefixes: Iterable[str]) -> dict[str, str]:
+def set_variables(prefixes: Iterable[str]) -> dict[bytes, bytes]:
     """Return the variables of the environment that some packages take settings from.
 
     Args: prefixes: beginnings of the names of those that not all packages read.
@@ -298,7 +298,7 @@ def set_variables(prefixes: Iterable[str]) -> dict[str, str]:
     # Each file that is opened asks; decoding the whole environment took a fifth of its time.
     beginnings = tuple(prefix.encode() for prefix in prefixes)
     found = [n for n in os.environb if n.startswith(beginnings) or n.upper() in _USER_SETTINGS]
-    return {os.fsdecode(name): os.environ[os.fsdecode(name)] for name in found}
+    return {name: os.environb[name] for name in found}
 
 
 def listing_too_long(what: str) -> ReadError:
