@@ -83,6 +83,7 @@ BOUNDS = {
     # ---- remote files
     "ORIGIN_THREADS": "store/test_store_fetching.py: "
     "test_a_failing_origin_is_asked_by_one_thread_at_a_time",
+    "MOST_UNUSED": "store/test_web.py: test_connections_to_many_origins_were_all_kept",
     "FETCH_SIZE": "store/test_store_fetching.py: test_neighbours_come_by_one_request",
     "MOST_ACCESS": "store/test_store_access.py: "
     "test_headers_travel_and_what_is_not_understood_does_not",
