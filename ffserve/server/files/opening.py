@@ -250,15 +250,13 @@ class ShardOpener:
         Returns: how many to open at once from now on: until they are closed, passed descriptors
             take room beside the new ones.
         """
-        now = time.monotonic()
         mine: dict[ShardKey, int] = {}
         others: set[asyncio.Future[None]] = set()
         for k, key in enumerate(files.keys):
             if key in self._held.open:
                 continue
-            group = self._opening.get(key)
-            if group is not None and not group.holds_up(key, now):
-                others.add(group.ended)
+            if not self._is_missing(key):
+                others.add(self._opening[key].ended)
             elif len(mine) < most:
                 mine.setdefault(key, k)
         try:
@@ -277,6 +275,12 @@ class ShardOpener:
             await asyncio.wait(others, timeout=LOOK_S)
         return most
 
+    def _is_missing(self, key: ShardKey) -> bool:
+        """Whether a file is neither open nor being opened, or waits too long for others."""
+        group = self._opening.get(key)
+        held_up = group is None or group.holds_up(key, time.monotonic())
+        return held_up and key not in self._held.open
+
     async def _open_each(
         self, pending: PendingOpen, files: IdentifiedObjects, mine: dict[ShardKey, int]
     ) -> None:
@@ -286,11 +290,7 @@ class ShardOpener:
         async def open_some() -> None:
             while left and not failed:
                 some, left[:OBJECT_COUNT] = dict(left[:OBJECT_COUNT]), ()
-                some = {
-                    key: row
-                    for key, row in some.items()
-                    if key not in self._held.open and key not in self._opening
-                }
+                some = {key: row for key, row in some.items() if self._is_missing(key)}
                 try:
                     if some:
                         await self._open_new(pending, files, some)
