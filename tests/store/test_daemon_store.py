@@ -46,6 +46,16 @@ PATCH = (
     f"c.MIN_STORE_SIZE = 0\nd.Store.__init__.__defaults__ = (None, {BLOCK})\n"
     "f.Patience.__new__.__defaults__ = (f.GIVE_UP_S, f.CONTACT_S, 0.01)\n"
 )
+NO_PINS = (
+    "import errno, threading\nimport ffserve.store.blocks as b\npinned = b.StoredObject.pin\n"
+    "def pin(self, blocks):\n"
+    "    if threading.current_thread().name.startswith(('MainThread', 'ffserve-blocks')):\n"
+    "        raise OSError(errno.ENOLCK, 'No locks available')\n"
+    "    pinned(self, blocks)\n"
+    "b.StoredObject.pin = pin\n"
+)
+"""Bytes pass the store: it cannot pin blocks."""
+UNPINNED = r"the store cannot pin blocks, so reads pass it: .*No locks available"
 LINES = [r"remote files: store /.*, .* of .*"]
 FORMATS: list[tuple[str, dict[str, Any]]] = [
     ("ffrecord", {}), ("tfrecord", {}), ("tfrecord", {"compression": "gzip"}), ("recordio", {}),
@@ -410,17 +420,8 @@ def test_blocks_that_could_not_be_pinned_left_a_request_waiting(
 ) -> None:
     samples = samples_of(100, 6000)
     url = served(origin, tmp_path, samples)
-    patch = (
-        "import errno, threading\nimport ffserve.store.blocks as b\npinned = b.StoredObject.pin\n"
-        "def pin(self, blocks):\n"
-        "    if threading.current_thread().name.startswith(('MainThread', 'ffserve-blocks')):\n"
-        "        raise OSError(errno.ENOLCK, 'No locks available')\n"
-        "    pinned(self, blocks)\n"
-        "b.StoredObject.pin = pin\n"
-    )
-    expect = [r"the store cannot pin blocks, so reads pass it: .*No locks available"]
     with (
-        serving(**daemon_options(tmp_path, patch=patch, expect=expect)) as daemon,
+        serving(**daemon_options(tmp_path, patch=NO_PINS, expect=[UNPINNED])) as daemon,
         daemon.open(url) as reader,
     ):
         assert plain(reader.read(range(100))) == samples
@@ -522,6 +523,24 @@ def test_blocks_that_came_damaged_are_fetched_again_once(
         assert origin.wrong == {place: 0}
         # Its sample lies in one block, or two.
         assert origin.total <= len(content) + 2 * BLOCK
+
+
+@pytest.mark.parametrize("kind", [0, 1, 3, 4])
+def test_bytes_that_pass_the_store_and_came_damaged_were_an_error(
+    origin: HttpOrigin, tmp_path: Path, kind: int
+) -> None:
+    """Nobody asked the origin for them again, as for blocks of the store."""
+    format, options = FORMATS[kind]
+    samples = [random.Random(k).randbytes(9000) for k in range(100)]
+    url = served(origin, tmp_path, samples, "a.data", format, **options)
+    place = len(origin.files["a.data"]) // 2 + 4000  # in a payload
+    with (
+        serving(**daemon_options(tmp_path, patch=NO_PINS, expect=[UNPINNED])) as daemon,
+        daemon.open(url) as reader,
+    ):
+        origin.wrong[place] = 1
+        assert plain(reader.read(range(100))) == samples
+        assert origin.wrong == {place: 0}
 
 
 @pytest.mark.parametrize("kind", [0, 3])

@@ -20,7 +20,8 @@ class Device:
     """One engine, and the files that it reads, by their numbers in it.
 
     number: in `Devices`. cached: which files it may read through the page cache. remote: those of
-    remote shards. slow: the batch in flight of which was said that it takes long.
+    remote shards. memory: those that lie in memory. slow: the batch in flight of which was said
+    that it takes long.
     """
 
     def __init__(self, number: int, engine: Engine) -> None:
@@ -28,6 +29,7 @@ class Device:
         self.engine = engine
         self.cached = CachedFiles()
         self.remote: dict[int, RemoteShard] = {}
+        self.memory: set[int] = set()
         self.slow: EngineBatch | None = None
         self._fds = np.zeros(0, np.int32)
         self._alignments = np.zeros(0, np.int64)
@@ -42,10 +44,19 @@ class Device:
         self.cached.add(files, cached_fds, cached)
         return files
 
-    def add_memory(self, fd: int) -> int:
-        """Add one file that lies in memory; return its number."""
-        (file,) = self._add(np.array([fd], np.int32), np.ones(1, np.int64))
-        return int(file)
+    def add_memory(self, fd: int, remote: RemoteShard | None) -> int:
+        """Add one file that lies in memory; return its number. Args: remote: it has bytes of it."""
+        file = int(self._add(np.array([fd], np.int32), np.ones(1, np.int64))[0])
+        self.memory.add(file)
+        if remote is not None:
+            self.remote[file] = remote
+        return file
+
+    def remove_memory(self, file: int) -> None:
+        """Forget such a file."""
+        self.memory.discard(file)
+        self.remote.pop(file, None)
+        self.engine.remove_file(file)
 
     def _add(self, fds: Int32s, alignments: Int64s) -> Int32s:
         files = self.engine.add_files(fds, alignments)

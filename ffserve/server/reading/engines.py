@@ -372,7 +372,8 @@ class Engines:
         remote = device.remote.get(file)
         if remote is None or self.fetches is None:
             return None
-        return partial(self.fetches.mend, remote, load, begin, end)
+        passed = device.fd(file) if file in device.memory else -1
+        return partial(self.fetches.mend, remote, load, begin, end, passed)
 
     @staticmethod
     def _hold(fetches: Fetches, load: Load) -> WaitingLoad | None:
@@ -393,19 +394,20 @@ class Engines:
         for passed, rows in waiting.passed:
             mine = rows[left[rows]]
             left[mine] = False
-            self._read_passed(load, passed.fd, mine)
+            self._read_passed(load, passed.fd, mine, fetches.shard(passed.base))
         if left.any():
             self._read(load, None if left.all() else np.flatnonzero(left), None)
         self._ended_apart(load)
 
-    def _read_passed(self, load: Load, fd: int, rows: Int64s) -> None:
-        """Read blocks of one shard from a memory file, which is closed with the load."""
+    def _read_passed(self, load: Load, fd: int, rows: Int64s, remote: RemoteShard | None) -> None:
+        """Read blocks of one shard from a memory file, which is closed with the load. Args: remote:
+        where its bytes came from."""
         if not len(rows):
             os.close(fd)
             return
         device = self._devices.all[int(self._table.engines[load.blocks.shards[rows[0]]])]
-        file = device.add_memory(fd)
-        load.releases += [partial(device.engine.remove_file, file), partial(os.close, fd)]
+        file = device.add_memory(fd, remote)
+        load.releases += [partial(device.remove_memory, file), partial(os.close, fd)]
         if self._table.chunked[load.blocks.shards[rows[0]]]:
             self._chunks.submit(load, rows, file)
         else:

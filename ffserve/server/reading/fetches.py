@@ -31,6 +31,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
@@ -325,6 +326,10 @@ class Fetches:
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Report to this loop."""
         self._loop = loop
+
+    def shard(self, base: int) -> RemoteShard | None:
+        """Return the remote shard with this first number, if it is open."""
+        return self._shards.get(base)
 
     def add(self, base: int, remote: RemoteShard) -> None:
         """Note that a remote shard is open."""
@@ -656,14 +661,25 @@ class Fetches:
 
     # ---- damage ---------------------------------------------------------------------------
 
-    def mend(self, remote: RemoteShard, load: Load, begin: int, end: int) -> bool:
+    def mend(self, remote: RemoteShard, load: Load, begin: int, end: int, passed: int) -> bool:
         """Fetch the pinned blocks of an extent again if they are damaged; return whether any was.
 
         It waits, so the loop's thread must not call it.
+
+        Args: passed: descriptor of the memory file that has the extent, whose bytes passed the
+            store, and which gets what the origin sends now; -1: none.
         """
-        with contextlib.suppress(FFServeError, OSError):
-            blocks = _covering(remote.stored, np.array([begin]), np.array([end]))
+        with contextlib.suppress(FFServeError, OSError, FutureTimeout):
             opened = remote.object_for(self.askers(load))
+            if passed >= 0:
+                asked = self._fetcher.ask_bytes(opened, begin, end, direct=True)
+                content, before = asked.result(MEND_S), os.pread(passed, end - begin, begin)
+                if content == before:
+                    return False
+                opened.remote.distrust()
+                _write(passed, memoryview(content), begin)
+                return True
+            blocks = _covering(remote.stored, np.array([begin]), np.array([end]))
             if not self._fetcher.repair(opened, blocks):
                 return self._fetcher.compare(opened, blocks, MEND_S)
             missing = remote.stored.missing(blocks)
