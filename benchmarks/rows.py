@@ -108,7 +108,10 @@ def groups(
     found += view.groups(bench, data(LARGE, HOT_SIZE), data(100, TOKENS_SIZE), note)
     found += store.groups(bench, (SMALL, LARGE), scale, bool(peers), note)
     found += nodes.groups(bench, LARGE, scale, note)
-    found.append(remote_opening.group(bench, max(int(MANY_FILES * scale), 10), note))
+    if importlib.util.find_spec("botocore") is None:
+        note("store/…-shards: not measured, it needs botocore (pip install botocore)")
+    else:
+        found.append(remote_opening.group(bench, max(int(MANY_FILES * scale), 10), note))
     found += _opening(bench, many_samples(bench.folder, max(int(10_000_000 * scale), 1000), 100))
     small, large = (
         peer_rows.numbered(bench.folder, size, max(int(HOT_SIZE * scale), 64 * size))

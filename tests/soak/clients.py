@@ -685,15 +685,10 @@ def remote(client: Client) -> None:
     options = {"server": "off"} if client.number // 2 % 2 else {}
     steps = (_by_batch, _by_read, _by_scan, _by_iteration, _by_one)
     while client.going():
-        try:
-            with client.open(urls, **options) as reader:
-                until = time.monotonic() + 20 * client.chance.random()
-                while client.going() and time.monotonic() < until:
-                    client.chance.choice(steps)(client, reader, truth)
-        except ReadError as error:
-            if "ignores ranges" not in str(error):
-                raise
-            client.count(errors=1)
+        with client.open(urls, **options) as reader:
+            until = time.monotonic() + 20 * client.chance.random()
+            while client.going() and time.monotonic() < until:
+                client.chance.choice(steps)(client, reader, truth)
 
 
 def replaced(client: Client) -> None:

@@ -11,8 +11,8 @@ import shared_cache
 from contents import KEPT_VERSIONS, REMOTE, REPLACED, Versions, forget_version, write_version
 from origins import HttpOrigin, http_origin
 
-FAULTS = ("503", "cut", "damaged", "short", "slow", "stalled", "unranged")
-"""Of the origin. damaged: a byte of one answer is wrong. unranged: it sends whole files."""
+FAULTS = ("503", "cut", "damaged", "short", "slow", "stalled")
+"""Of the origin, after which reads go on. damaged: a byte of one answer is wrong."""
 LONGEST_S = 6.0
 
 
@@ -67,10 +67,8 @@ class Sources:
             origin.short = 1
         elif fault == "slow":
             origin.rate = 1e6
-        elif fault == "stalled":
-            origin.stalled.set()
         else:
-            origin.ranges = False
+            origin.stalled.set()
         return name, fault
 
     def recover(self, *, at_once: bool = False) -> None:
