@@ -70,6 +70,9 @@ so that a young process seems to use less."""
 QUIET_SIZE = 16 * MIB
 """A quiet daemon may use this much more than OWN_SIZE, besides tables and buffers for reads: 256
 jobs, counters, log lines, and the pieces that Python's own allocator keeps."""
+STORE_SIZE = 16 * MIB
+"""A daemon with a store may use this much more: its program, shards of remote files that are kept
+open (8 bytes a sample, some KB each), and what 16 threads leave in malloc's arenas."""
 FEWEST = 5
 """Measurements in a third, below which nothing is said."""
 
@@ -163,7 +166,7 @@ class Series:
 def quiet_size(status: dict[str, Any]) -> int:
     """Return the bytes that a daemon without clients may use. Args: status: its own."""
     samples = sum(shard["count"] for shard in status["shards"])
-    return OWN_SIZE + BOUNCES_KEPT + samples * TABLE_SAMPLE_SIZE + QUIET_SIZE
+    return OWN_SIZE + BOUNCES_KEPT + samples * TABLE_SAMPLE_SIZE + QUIET_SIZE + STORE_SIZE
 
 
 def growth(thirds: dict[str, dict[str, list[float]]]) -> list[str]:
