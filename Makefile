@@ -24,7 +24,7 @@
 # make ray     Ray sessions, reading and writing (2 min; brings Ray, 300 MB)
 # make spark   Spark sessions, readers and writers (2 min; brings Java and pyspark, 500 MB)
 # make stores  remote files from servers of S3, SFTP, HDFS, Google Cloud Storage and Azure, and longer
-#              tests of the store (8 min; brings Java and Hadoop, 500 MB)
+#              tests of the store (18 min; brings Java and Hadoop, 500 MB)
 # make systemd boot a systemd in a container: install the service, use it, damage it, mend it by what
 #              `ffserve doctor` prints, remove it; a real Prometheus (14 min; needs root; seconds=300:
 #              kill the daemon every 5 s for so long)

@@ -276,8 +276,8 @@ class OpenObject:
     """An object of the store together with its origin. Made by `Fetcher.open`.
 
     pool: whose threads fetch it, and who shares what is known of the origin. parts: only parts of
-    it are read, so bytes between these are worth requests. least: a
-    multiples of so many bytes.
+    it are read, so bytes between these are worth requests. least: bytes of a range that a cache
+    network is asked for, at least.
     """
 
     def __init__(

@@ -277,9 +277,10 @@ class ShardOpener:
 
     def _is_missing(self, key: ShardKey) -> bool:
         """Whether a file is neither open nor being opened, or waits too long for others."""
+        if key in self._held.open:
+            return False
         group = self._opening.get(key)
-        held_up = group is None or group.holds_up(key, time.monotonic())
-        return held_up and key not in self._held.open
+        return group is None or group.holds_up(key, time.monotonic())
 
     async def _open_each(
         self, pending: PendingOpen, files: IdentifiedObjects, mine: dict[ShardKey, int]
