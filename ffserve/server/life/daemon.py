@@ -468,7 +468,8 @@ def _lock(path: str) -> int:
             raise UsageError(
                 f"another daemon{f' (pid {pid})' if pid else ''} serves this socket",
                 path=path,
-                hint="stop that daemon, or choose another path with --socket",
+                hint="stop that daemon, take over from it with --handover, or choose another path "
+                "with --socket",
             ) from None
         # An ending daemon unlinks its lock file: check that the name is that of the locked file.
         with contextlib.suppress(FileNotFoundError):
