@@ -285,6 +285,8 @@ def measure(kind: str, given: str) -> None:
     """Convert, and print the size, and the growth of this process's own memory meanwhile."""
     from ffserve.convert import convert
 
+    if kind == "litdata":  # it imports PyTorch, which has 140 MB
+        importlib.import_module("litdata")
     seen = [_own_memory()]
     column = FIELDS[kind]
     convert(

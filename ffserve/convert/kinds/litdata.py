@@ -121,10 +121,10 @@ class LitDataChunks:
         for number, frame in enumerate(header.frames):
             begin, end = frame.first_item, frame.first_item + frame.n_items
             if begin < high and end > low:
-                data = bytes(module.inflate_frame(content, header, number, codec))
+                data = memoryview(module.inflate_frame(content, header, number, codec))
                 edges = [edge - header.offsets[begin] for edge in header.offsets[: end + 1]]
                 for k in range(max(begin, low), min(end, high)):
-                    yield data[edges[k] : edges[k + 1]]
+                    yield bytes(data[edges[k] : edges[k + 1]])
 
     def _decoders(self) -> list[Any]:
         """Return for each leaf what makes bytes of what is stored, or None."""
