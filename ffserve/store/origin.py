@@ -467,8 +467,7 @@ def _prefix(url: str, path: str) -> str:
 class RemoteFile:
     """Reads ranges of one version of a remote object. Threads may call it.
 
-    Args: access: of a user; the origin has let that user read the object already. block_size: a
-        cache network is asked for whole blocks.
+    Args: access: of a user. block_size: a cache network is asked for whole blocks.
     """
 
     def __init__(
@@ -476,8 +475,8 @@ class RemoteFile:
     ) -> None:
         self.identity = identity
         self._access, self._block_size = access, block_size
-        self._proven = access is not None
-        """Whether the origin has shown that the object may be read."""
+        self.proven = False
+        """Whether the origin has shown that this version may be read with this access."""
         self._free: list[tuple[int, OpenVersion]] = []
         """Open files that nobody uses, each with the only thread that may use it; 0: all may. A
         connection of SFTP hangs when two threads use it."""
@@ -508,6 +507,15 @@ class RemoteFile:
             self._free.append((0 if file.shared else threading.get_ident(), file))
         return content
 
+    def prove(self) -> None:
+        """Ask the origin whether this version may be read, unless it has shown that.
+
+        Raises: as `read`.
+        """
+        if not self.proven and not self._proves(identify(self.identity.url, self._access)):
+            raise OriginError(changed(self.identity.url), again=False)
+        self.proven = True
+
     def _from_cache(self, file: OpenVersion, start: int, end: int) -> bytes | None:
         """Return bytes from the cache network; None: the origin is to be asked."""
         network, url, size = cache_network.current(), self.identity.url, self._block_size
@@ -515,9 +523,7 @@ class RemoteFile:
         if network is None or fetch is None:
             return None
         with self._lock:
-            if not self._proven and not self._same(identify(url, self._access)):
-                raise OriginError(changed(url), again=False)
-            self._proven = True
+            self.prove()
         first, last = start // size * size, min(-(-end // size) * size, self.identity.size)
 
         def attempt() -> bytes | None:
@@ -573,7 +579,14 @@ class RemoteFile:
         mine, found = self.identity, _identity(self.identity.url, facts)
         if mine.tag and not found.tag:
             return None
+        # Bytes of a cache network are asked for when it is proven.
+        self.proven = self.proven or self._proves(found)
         return self._same(found if mine.tag else replace(found, tag=""))
+
+    def _proves(self, found: ObjectVersion) -> bool:
+        """Whether an answer shows that this version may be read. A user must name its time."""
+        timed = self._access is None or self.identity.modified or not found.modified
+        return bool(timed) and self._same(found)
 
     def _same(self, found: ObjectVersion) -> bool:
         mine = self.identity

@@ -618,7 +618,7 @@ def test_a_daemon_of_ones_own_does_not_look_for_what_its_user_has_found(
     many = [server.put(f"n{k}.ffr", content) for k in range(20)]
     with ffserve.open(many) as reader:
         assert (len(reader), reader.source[:6]) == (120, "daemon")
-    assert server.requests["HEAD"] == 20 + 1
+    assert (server.requests["HEAD"], server.requests["GET"]) == (20, 20)
 
 
 @pytest.mark.stores

@@ -110,7 +110,7 @@ class Scheme:
 
     # ---- waiting ----
     at_once: ClassVar[int] = ASKED_AT_ONCE
-    """Files that a process without a daemon opens at the same time. With more than ASKED_AT_ONCE
+    """Files of one opening whose origin is asked at the same time. With more than ASKED_AT_ONCE
     each is read by the thread that opens it: threads share the connections."""
     connect_s: ClassVar[float] = 10.0
     """An origin that does not accept a connection for this long has failed."""
