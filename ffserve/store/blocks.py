@@ -153,7 +153,7 @@ def create(directory: str, text: str, size: int, block_size: int) -> None:
     packed = _head(identity, size, block_size)
     for name in ("data", "state"):
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        fd = os.open(os.path.join(directory, name), flags, 0o600)
+        fd = os.open(f"{directory}/{name}", flags, 0o600)
         try:
             if name == "data":
                 os.ftruncate(fd, size)
@@ -179,7 +179,7 @@ class BlockState:
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
-        self._path = os.path.join(directory, "state")
+        self._path = f"{directory}/state"
         self.fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOATIME)
         """For claims, and to evict."""
         try:
@@ -258,7 +258,7 @@ class BlockState:
         try:
             if self.words[block] == RESERVED and self._is_claimed(block):
                 return False
-            with open(os.path.join(self.directory, "data"), "rb+", buffering=0) as data:
+            with open(f"{self.directory}/data", "rb+", buffering=0) as data:
                 self.words[block] = ABSENT
                 moved += np.uint64(1)
                 punch(data.fileno(), block * self.block_size, self.held(block))
@@ -292,7 +292,7 @@ class StoredObject:
         """The checksums of blocks with damaged records that the origin has sent twice alike."""
         self._lock = threading.Lock()
         self._pins = np.zeros(state.count, np.int32)
-        path = os.path.join(state.directory, "state")
+        path = f"{state.directory}/state"
         self._pin_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self.data_fd = -1
         """Of the sparse file."""
@@ -310,7 +310,7 @@ class StoredObject:
     @property
     def path(self) -> str:
         """Of the sparse file."""
-        return os.path.join(self.state.directory, "data")
+        return f"{self.state.directory}/data"
 
     def open_data(self) -> int:
         """Return a descriptor of the sparse file for reading; the caller's."""

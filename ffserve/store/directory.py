@@ -237,7 +237,7 @@ class Store:
 
     @property
     def _objects(self) -> str:
-        return os.path.join(self.directory, "objects")
+        return f"{self.directory}/objects"
 
     @property
     def used(self) -> int:
@@ -257,7 +257,7 @@ class Store:
         store open."""
         total = _STATE_SIZE + 3 * PAGE
         for name in os.listdir(self._objects):
-            directory = os.path.join(self._objects, name)
+            directory = f"{self._objects}/{name}"
             try:
                 state = BlockState(directory)
             except (OSError, ValueError):
@@ -351,7 +351,7 @@ class Store:
     def _opened(
         self, name: str, identity: ObjectVersion, block_size: int, first: bool
     ) -> StoredObject | None:
-        directory = os.path.join(self._objects, name)
+        directory = f"{self._objects}/{name}"
         text = "\n".join((urls.shown(identity.url), *identity.key.split("\n")[1:]))
         for last in (False, True):
             counted = 0
@@ -641,7 +641,7 @@ class Store:
             yield stored.state
             return
         try:
-            state = BlockState(os.path.join(self._objects, name))
+            state = BlockState(f"{self._objects}/{name}")
         except (OSError, ValueError):
             yield None
             return

@@ -370,10 +370,12 @@ class ShardParser:
         taken, directory = list[RemoteShard | None](), self._directory
         for k, each, base in zip(rows, tables, bases, strict=True):
             stored = files.object_of(k).stored
-            offsets = directory.offsets[base : base + each.count].astype(np.int64)
-            lengths = directory.lengths(np.arange(base, base + each.count))
-            blocks = blocks_of(each, offsets, lengths, stored.block_size)
-            taken.append(RemoteShard(stored, {files.peer.owner: files.take(k)}, *blocks))
+            firsts = lasts = np.zeros(each.count, np.int32)
+            if stored.count > 1:
+                offsets = directory.offsets[base : base + each.count].astype(np.int64)
+                lengths = directory.lengths(np.arange(base, base + each.count))
+                firsts, lasts = blocks_of(each, offsets, lengths, stored.block_size)
+            taken.append(RemoteShard(stored, {files.peer.owner: files.take(k)}, firsts, lasts))
         return taken
 
     # ---- their shards ---------------------------------------------------------------------------

@@ -349,9 +349,6 @@ def blocks_of(tables: Tables, offsets: Int64s, lengths: Int64s, size: int) -> tu
 
     Args: offsets, lengths: of plain samples. size: bytes of a block.
     """
-    if tables.size <= size:
-        none = np.zeros(tables.count, np.int32)
-        return none, none
     begins, ends = offsets, offsets + lengths
     if tables.chunked is not None:
         chunks = tables.chunked.chunks
