@@ -72,7 +72,7 @@ class RangedSource(LocalSource):
         objects = [RangedObject(identity, systems=systems) for identity in self.identities]
         how = How(format, verify, tolerant, MAX_CHUNK_SIZE)
         # Few files are opened one by one: each group waits for the heads of all of its files.
-        size = min(len(urls) // (4 * OPENED_AT_ONCE) + 1, MOST_TOGETHER)
+        size = min(len(urls) // (16 * OPENED_AT_ONCE) + 1, MOST_TOGETHER)
         groups = [objects[low : low + size] for low in range(0, len(objects), size)]
         parsed = at_once(lambda some: _parsed(some, how, seen), groups, urls)
         self._parsed = dict(zip(urls, itertools.chain.from_iterable(parsed), strict=True))
