@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from ffserve.errors import FFServeError
 from ffserve.formats.base import ReadAt
-from ffserve.limits import ASKED_AT_ONCE
+from ffserve.limits import ASKED_AT_ONCE, OPENED_AT_ONCE
 from ffserve.store import urls
 from ffserve.store.directory import BLOCK_SIZE
 from ffserve.store.fetching import NOW, Outcome, call, threads_of
@@ -172,14 +172,16 @@ class RangedObject:
         return read
 
 
-def at_once(call: Callable[[T], R], items: Sequence[T], some: Sequence[str]) -> list[R]:
+def at_once(
+    call: Callable[[T], R], items: Sequence[T], some: Sequence[str], most: int = OPENED_AT_ONCE
+) -> list[R]:
     """Return the results of calls of origins, several at the same time.
 
-    Args: some: URL of each item.
+    Args: some: URLs of the items. most: how many at the same time, if their schemes allow it.
     Raises: the error of the first that failed.
     """
     places = {url.partition("://")[0] + "://" for url in some}
-    return in_threads(call, items, min((scheme_of(url).at_once for url in places), default=1))
+    return in_threads(call, items, min([most, *(scheme_of(url).at_once for url in places)]))
 
 
 def in_threads(call: Callable[[T], R], items: Sequence[T], most: int) -> list[R]:

@@ -568,7 +568,7 @@ def test_many_files_are_opened_at_the_same_time(server: HttpOrigin, tmp_path: Pa
     """At most 16 were, and the first 64 KiB of each stayed in memory until all were open."""
     content = record_file(tmp_path, "ffrecord", samples_of(60, 2000))
     many = [server.put(f"n{k:03}.ffr", content) for k in range(400)]
-    server.held.update(f"n{k:03}.ffr" for k in range(100))
+    server.held.update(f"n{k:03}.ffr" for k in range(200))
     lengths: list[int] = []
 
     def opened() -> None:

@@ -33,7 +33,7 @@ from ffserve.config import ServerConfig, format_size
 from ffserve.dtypes import Int32s, Int64s, UInt32s
 from ffserve.errors import FFServeError, FormatError, MissingFile, ReadError, UsageError
 from ffserve.formats.base import Admit, ForetoldReadAt, Shard
-from ffserve.limits import MOST_ORIGINS, MOST_TAG, MOST_URL
+from ffserve.limits import MOST_ORIGINS, MOST_TAG, MOST_URL, PROVEN_AT_ONCE
 from ffserve.protocol import EVERY
 from ffserve.reads.shard_tables import Tables
 from ffserve.server.users.peers import OWN, Account, Owner, Peer, account_of
@@ -232,7 +232,8 @@ class RemoteFiles:
             return opened
 
         try:
-            objects = at_once(obtain, wanted, [one.identity.url for one in wanted])
+            some = [one.identity.url for one in wanted]
+            objects = at_once(obtain, wanted, some, PROVEN_AT_ONCE)
         except BaseException:
             self.close(found)
             raise
