@@ -372,7 +372,7 @@ class Store:
                     raise ReadError(
                         f"cannot create the object in the store: {error}", path=directory
                     ) from error
-                if not isinstance(error, FileNotFoundError):
+                if counted or not isinstance(error, FileNotFoundError):
                     log.warning("store: an object was damaged and is fetched again: %s", error)
                     self._remove(directory)
                     self._add(-counted)
@@ -391,8 +391,8 @@ class Store:
         except OSError as error:
             self._remove(directory)
             self._add(-overhead)
-            if isinstance(error, FileExistsError):  # its state is missing
-                return False
+            if isinstance(error, FileExistsError) and not os.path.lexists(directory):
+                return False  # its state was missing
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             if not full or self._evict_some(first) is False:
                 raise
