@@ -19,6 +19,7 @@ limit of all users.
 - bytes on their way from origins, FETCH_SIZE for each of ORIGIN_THREADS requests to each of
   MOST_ORIGINS: 4 GiB; and for each run of neighbouring blocks that waits 3 KB, and 200 bytes for
   each of its blocks, POOL_BLOCKS and MOST_QUEUED of announced orders at each of these: 700 MB;
+- first blocks of remote files that are opened, PROVEN_AT_ONCE for each of USER_OPENINGS: 512 MiB;
 - tables of open files, TABLE_SAMPLE_SIZE bytes per sample, and of files that are closed while their
   samples are kept: four fifths of 1 part in TABLES_SHARE of the arena (at least of
   LEAST_TABLES_SIZE, at most of half the memory beside the arena). Of these, MOST_UNBACKED may be
@@ -26,7 +27,7 @@ limit of all users.
 - buffers of the engines: BOUNCES_KEPT, and while files on several devices are read, 64 MiB for each
   of MOST_ENGINES.
 
-With an arena of 64 GiB that is 1.2 GiB + 3 times 12.8 GiB at the very most, and 4 GiB with remote
+With an arena of 64 GiB that is 1.2 GiB + 3 times 12.8 GiB at the very most, and 5.2 GiB with remote
 files. In the arena, leases of one user pin at most four fifths of 1 part in LEASED_SHARE:
 two fifths.
 
@@ -40,14 +41,14 @@ two fifths.
 - memory files of prepared samples: 1 part in MEMORY_FILES_SHARE of N; four fifths for one user;
 - what OPENs pass until it is open or closed: 1 part in PASSED_SHARE of N for each of
   USER_OPENINGS, and MOST_CLOSING that are being closed, for each user;
-- connections to origins: ORIGIN_THREADS for each of MOST_ORIGINS of a user while requests are on
-  their way, and MOST_UNUSED;
+- connections to origins: ORIGIN_THREADS for each of MOST_ORIGINS of a user, and PROVEN_AT_ONCE for
+  each of USER_OPENINGS, while requests are on their way, and MOST_UNUSED;
 - LEAST_FILES for the process itself, and MOST_HTTP_CONNECTIONS.
 
 This is more than N. The parts are limits and not reservations: with many sessions there are fewer
 shards, and an OPEN that finds no descriptor closes idle shards or fails with a hint.
 
-**Threads.** For each user USER_OPENINGS that open files (ASKED_AT_ONCE each for remote files),
+**Threads.** For each user USER_OPENINGS that open files (PROVEN_AT_ONCE each for remote files),
 MOST_SCANS of them for damaged files, CLOSING_THREADS, one that explains damaged samples, one that
 reads samples a second time, one that copies prepared samples, and for each of MOST_ORIGINS
 ORIGIN_THREADS, and one that tries a cache network that has failed. For all users, BLOCK_THREADS.
@@ -92,9 +93,14 @@ further one counts as a namespace of its own."""
 NAMESPACE_OPENINGS, USER_OPENINGS = 4, 16
 """OPENs that are carried out at once for the processes of a user in one mount namespace, and for
 the user in all namespaces, of which there may be any number; further ones wait. Each has a thread,
-or one for each of ASKED_AT_ONCE remote files, and the descriptors of a message."""
+or one for each of PROVEN_AT_ONCE remote files, and the descriptors of a message."""
 ASKED_AT_ONCE = 16
-"""Objects of one OPEN that are looked up, or whose tables are read, at the same time."""
+"""Threads of one OPEN that read tables of remote files; also objects whose origin is asked at the
+same time, if its scheme has no more."""
+PROVEN_AT_ONCE = 64
+"""Remote files of one OPEN whose origin is asked at the same time whether the user may read them,
+for their first blocks as a rule; further ones wait. Over 20 ms latency that takes 0.3 ms for each,
+less than the CPU that a file costs."""
 MOST_SCANS = 1
 """Tolerant scans of one user at once, which search damaged files for intact records; further ones
 wait."""
@@ -147,9 +153,9 @@ FETCH_SIZE = 4 << 20
 """Bytes of one request to an origin; each costs milliseconds of CPU and a round trip."""
 MOST_ACCESS = 64 << 10
 """Characters of the credentials that a client passes with an OPEN; longer ones are refused."""
-OPENED_AT_ONCE = 64
+OPENED_AT_ONCE = 128
 """A process that reads remote files without a daemon opens this many at the same time. Over 20 ms
-latency that takes 0.3 ms for each, less than the CPU that a file costs."""
+latency that takes 0.16 ms for each, less than the CPU that a file costs."""
 MOST_LISTED, MOST_PAGE_SIZE = 1 << 22, 256 << 20
 """Files in one listing of an origin, of which those that are wanted take half a KB of memory each,
 and bytes of a page that lists them; a longer listing, which may have no end, fails."""

@@ -456,8 +456,10 @@ def _tables(room: int) -> tuple[Tables, tuple[Any, Any, Any]]:
 
 
 def _used(tables: Tables, rows: int) -> Tables:
+    """Return the rows that were filled, without the room for more: those of a data set stay until
+    all of its files are read."""
     offsets, lengths, checksums = tables
-    return offsets[:rows], lengths[:rows], checksums[:rows]
+    return offsets[:rows].copy(), lengths[:rows].copy(), checksums[:rows].copy()
 
 
 def small_ffrecord(

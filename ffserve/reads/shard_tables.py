@@ -93,14 +93,27 @@ class OpenFiles:
         """Read the heads of files, and detect their formats so that naming them or not leads to the
         same shards. Args: sizes: of the files."""
         content, got, _ = read_pieces(np.array(fds, np.int32), sizes, SMALL_SIZE)
+        return cls.with_heads(Heads(content, got, sizes), paths, format, fds, indexes)
+
+    @classmethod
+    def with_heads(
+        cls,
+        heads: Heads,
+        paths: list[str],
+        format: str | None,
+        fds: Sequence[int] = (),
+        indexes: list[int | None] | None = None,
+    ) -> OpenFiles:
+        """Return the same of files whose heads were read. Args: fds: (): the heads are all that is
+        read of them."""
         names: list[str | None] = [format] * len(paths)
-        rows = zip(paths, got.tolist(), sizes.tolist(), strict=False)
+        rows = zip(paths, heads.got.tolist(), heads.sizes.tolist(), strict=False)
         for k, (path, there, size) in enumerate(() if format else rows):
             with contextlib.suppress(FFServeError):
-                head = content[k, : min(there, HEAD_SIZE)].tobytes()
+                head = heads.bytes[k, : min(there, HEAD_SIZE)].tobytes()
                 names[k] = formats.detect(head, path, size).name
         indexes = [None] * len(paths) if indexes is None else indexes
-        return cls(list(fds), paths, Heads(content, got, sizes), names, indexes)
+        return cls(list(fds), paths, heads, names, indexes)
 
 
 @dataclass(slots=True)

@@ -36,6 +36,7 @@ import os
 import struct
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -150,19 +151,15 @@ def create(directory: str, text: str, size: int, block_size: int) -> None:
     os.mkdir(directory, 0o700)
     identity = text.encode("utf-8", "surrogateescape")[: HEAD_SIZE - _HEAD.size]
     packed = _head(identity, size, block_size)
-    for name, content, length in (
-        ("data", b"", size),
-        ("state", packed + identity, state_size(size, block_size)),
-    ):
-        fd = os.open(
-            os.path.join(directory, name), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
-        )
+    for name in ("data", "state"):
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        fd = os.open(f"{directory}/{name}", flags, 0o600)
         try:
-            os.pwrite(fd, content, 0)
-            if name == "state":  # it is written by its mapping, where a full disk is a SIGBUS
-                os.posix_fallocate(fd, 0, length)
-            else:
-                os.ftruncate(fd, length)
+            if name == "data":
+                os.ftruncate(fd, size)
+            else:  # it is written by its mapping, where a full disk is a SIGBUS
+                os.pwrite(fd, packed + identity, 0)
+                os.posix_fallocate(fd, 0, state_size(size, block_size))
         finally:
             os.close(fd)
 
@@ -182,7 +179,7 @@ class BlockState:
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
-        self._path = os.path.join(directory, "state")
+        self._path = f"{directory}/state"
         self.fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOATIME)
         """For claims, and to evict."""
         try:
@@ -261,7 +258,7 @@ class BlockState:
         try:
             if self.words[block] == RESERVED and self._is_claimed(block):
                 return False
-            with open(os.path.join(self.directory, "data"), "rb+", buffering=0) as data:
+            with open(f"{self.directory}/data", "rb+", buffering=0) as data:
                 self.words[block] = ABSENT
                 moved += np.uint64(1)
                 punch(data.fileno(), block * self.block_size, self.held(block))
@@ -295,7 +292,7 @@ class StoredObject:
         """The checksums of blocks with damaged records that the origin has sent twice alike."""
         self._lock = threading.Lock()
         self._pins = np.zeros(state.count, np.int32)
-        path = os.path.join(state.directory, "state")
+        path = f"{state.directory}/state"
         self._pin_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self.data_fd = -1
         """Of the sparse file."""
@@ -305,7 +302,7 @@ class StoredObject:
                 raise ValueError("the length of the data file differs from that of the object")
             lock(self._pin_fd, fcntl.F_RDLCK, OPEN)
             now = time.time()
-            os.utime(path, (now, now))
+            os.utime(self._pin_fd, (now, now))
         except BaseException:
             self.close()
             raise
@@ -313,7 +310,7 @@ class StoredObject:
     @property
     def path(self) -> str:
         """Of the sparse file."""
-        return os.path.join(self.state.directory, "data")
+        return f"{self.state.directory}/data"
 
     def open_data(self) -> int:
         """Return a descriptor of the sparse file for reading; the caller's."""
@@ -439,3 +436,19 @@ class StoredObject:
                     os.close(fd)
         self._pin_fd = self.data_fd = -1
         self.state.close()
+
+
+@contextlib.contextmanager
+def holding_heads(objects: Sequence[StoredObject], size: int) -> Iterator[list[bool]]:
+    """Keep the first `size` bytes of objects; yield of which they are there, and in one block."""
+    first, held = np.zeros(1, np.int64), list[StoredObject]()
+    try:
+        for each in objects:
+            if each.count == 1 or (each.count and each.block_size >= size):
+                each.pin(first)
+                held.append(each)
+        pinned = set(held)
+        yield [each in pinned and each.state.words[0] == PRESENT for each in objects]
+    finally:
+        for each in held:
+            each.unpin(first)

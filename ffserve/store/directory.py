@@ -237,7 +237,7 @@ class Store:
 
     @property
     def _objects(self) -> str:
-        return os.path.join(self.directory, "objects")
+        return f"{self.directory}/objects"
 
     @property
     def used(self) -> int:
@@ -257,7 +257,7 @@ class Store:
         store open."""
         total = _STATE_SIZE + 3 * PAGE
         for name in os.listdir(self._objects):
-            directory = os.path.join(self._objects, name)
+            directory = f"{self._objects}/{name}"
             try:
                 state = BlockState(directory)
             except (OSError, ValueError):
@@ -351,7 +351,7 @@ class Store:
     def _opened(
         self, name: str, identity: ObjectVersion, block_size: int, first: bool
     ) -> StoredObject | None:
-        directory = os.path.join(self._objects, name)
+        directory = f"{self._objects}/{name}"
         text = "\n".join((urls.shown(identity.url), *identity.key.split("\n")[1:]))
         for last in (False, True):
             counted = 0
@@ -372,7 +372,7 @@ class Store:
                     raise ReadError(
                         f"cannot create the object in the store: {error}", path=directory
                     ) from error
-                if not isinstance(error, FileNotFoundError) or os.path.isdir(directory):
+                if counted or not isinstance(error, FileNotFoundError):
                     log.warning("store: an object was damaged and is fetched again: %s", error)
                     self._remove(directory)
                     self._add(-counted)
@@ -391,6 +391,8 @@ class Store:
         except OSError as error:
             self._remove(directory)
             self._add(-overhead)
+            if isinstance(error, FileExistsError) and not os.path.lexists(directory):
+                return False  # its state was missing
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             if not full or self._evict_some(first) is False:
                 raise
@@ -639,7 +641,7 @@ class Store:
             yield stored.state
             return
         try:
-            state = BlockState(os.path.join(self._objects, name))
+            state = BlockState(f"{self._objects}/{name}")
         except (OSError, ValueError):
             yield None
             return

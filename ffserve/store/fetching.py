@@ -34,13 +34,14 @@ from ffserve.dtypes import Int64s
 from ffserve.engine.codec import crc32c
 from ffserve.errors import FFServeError, MissingFile, ReadError, UsageError
 from ffserve.formats.base import ForetoldReadAt
-from ffserve.limits import FETCH_SIZE, MOST_READ_AHEAD, ORIGIN_THREADS
+from ffserve.limits import ASKED_AT_ONCE, FETCH_SIZE, MOST_READ_AHEAD, ORIGIN_THREADS
 from ffserve.store import origin, urls
 from ffserve.store.blocks import PRESENT, RESERVED, UNCHECKED, StoredObject, write_at
 from ffserve.store.blocks import runs as neighbours
 from ffserve.store.credentials import Access
 from ffserve.store.directory import Store, default_directory, usual_limit
 from ffserve.store.origin import ObjectVersion, OriginError, RemoteFile
+from ffserve.store.schemes import scheme_of
 
 log = logging.getLogger("ffserve")
 T = TypeVar("T")
@@ -246,12 +247,7 @@ class Threads:
 
     def _work(self) -> None:
         while (task := self._next()) is not None:
-            try:
-                result = task.run()
-            except BaseException as error:
-                task.future.set_exception(error)
-            else:
-                task.future.set_result(result)
+            _complete(task.future, task.run)
             del task
 
     def _next(self) -> _QueuedCall | None:
@@ -270,6 +266,15 @@ class Threads:
                 if not woken and not self._waiting:
                     self._count -= 1
                     return None
+
+
+def _complete(future: Future[Any], run: Callable[[], Any]) -> None:
+    try:
+        result = run()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 class OpenObject:
@@ -389,14 +394,21 @@ class Fetcher:
             return self._threads[opened.pool]
 
     def ask(
-        self, opened: OpenObject, blocks: Iterable[int], due: float, use: float | None
+        self,
+        opened: OpenObject,
+        blocks: Iterable[int],
+        due: float,
+        use: float | None,
+        *,
+        here: bool = False,
     ) -> dict[int, Future[Outcomes]]:
         """Ask for blocks; return at once.
 
         Args:
             blocks: neighbours that follow each other here have one future.
             due: NOW, or when they will be needed: the soonest is fetched first.
-            use: as of `Store.reserve`.
+            use: as of `Store.reserve`. here: the calling thread fetches those that nobody has
+            asked for, and returns then.
         Returns: a future of each; its exception is an FFServeError.
         """
         threads, stored = self._of(opened), opened.stored
@@ -421,8 +433,21 @@ class Fetcher:
             run.future.add_done_callback(partial(self._ended, stored, run))
         soon = [run for run in earlier if due == NOW and not run.future.running()]
         for run in (*new, *soon):
-            threads.put(due, partial(self._fetch, opened, run), run.future)
+            fetch = partial(self._fetch, opened, run)
+            if here and threads.take(run.future):
+                _complete(run.future, fetch)
+            else:
+                threads.put(due, fetch, run.future)
         return found
+
+    def prove(self, opened: OpenObject) -> None:
+        """Let the origin show that an object may be read: with the first block, if that is missing
+        and nobody has asked for it. Raises: FFServeError."""
+        if (opened.stored.state.words[:1] != PRESENT).any() and not self.is_asked(opened, 0):
+            here = scheme_of(opened.identity.url).at_once > ASKED_AT_ONCE
+            self.ask(opened, [0], NOW, None, here=here)[0].result()
+        if not opened.remote.proven:
+            self.breaker(opened.pool).call(opened.remote.prove)
 
     def _most(self, opened: OpenObject) -> int:
         """Return how many blocks come by one request; of a cache network each block by itself."""

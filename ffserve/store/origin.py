@@ -85,13 +85,21 @@ class ObjectVersion:
 # ---- file systems --------------------------------------------------------------------------------
 
 
-def file_system(url: str, access: Access | None = None) -> tuple[Any, str]:
+def file_system(
+    url: str, access: Access | None = None, systems: dict[str, Any] | None = None
+) -> tuple[Any, str]:
     """Return the file system of a URL, and the path in it.
 
-    Args: access: with what it is reached; None: with what this process has.
+    Args: access: with what it is reached; None: with what this process has. systems: those that
+        files opened together share, by origin; it gets those that are new.
     Raises: UsageError for an unknown protocol or a package that is missing; OriginError.
     """
     protocol, scheme = protocol_of(url), scheme_of(url)
+    if systems is not None and scheme.at_once > ASKED_AT_ONCE:
+        place = urls.origin_of(url)
+        if place not in systems:
+            systems[place] = file_system(url, access)[0]
+        return systems[place], scheme.path_in(systems[place], url)
     try:
         if access is not None and not access.own:
             return access.file_system(url)
@@ -467,17 +475,21 @@ def _prefix(url: str, path: str) -> str:
 class RemoteFile:
     """Reads ranges of one version of a remote object. Threads may call it.
 
-    Args: access: of a user; the origin has let that user read the object already. block_size: a
-        cache network is asked for whole blocks.
+    Args: access: of a user. block_size: a cache network is asked for whole blocks. systems: as of
+        `file_system`.
     """
 
     def __init__(
-        self, identity: ObjectVersion, access: Access | None = None, block_size: int = 1
+        self,
+        identity: ObjectVersion,
+        access: Access | None = None,
+        block_size: int = 1,
+        systems: dict[str, Any] | None = None,
     ) -> None:
         self.identity = identity
-        self._access, self._block_size = access, block_size
-        self._proven = access is not None
-        """Whether the origin has shown that the object may be read."""
+        self._access, self._block_size, self._systems = access, block_size, systems
+        self.proven = False
+        """Whether the origin has shown that this version may be read with this access."""
         self._free: list[tuple[int, OpenVersion]] = []
         """Open files that nobody uses, each with the only thread that may use it; 0: all may. A
         connection of SFTP hangs when two threads use it."""
@@ -495,18 +507,27 @@ class RemoteFile:
         Args:   direct: whether no cache network is asked, such as when what came from it is wrong.
         Raises: UsageError; OriginError, for bytes of another version as well.
         """
+        same: bool | None = True
         with failures(self.identity.url):
             file = self._take()
-        content = None if direct else self._from_cache(file, start, end)
-        if content is None:
-            with failures(self.identity.url):
+            content = None if direct else self._from_cache(file, start, end)
+            if content is None:
                 content, facts = file.fetch(start, end)
-            same = self._checked(content, facts, start, end)
-            if same is None and not self._same(identify(self.identity.url, self._access)):
-                raise OriginError(changed(self.identity.url), again=False)
+                same = self._checked(content, facts, start, end)
+        if same is None and not self._same(identify(self.identity.url, self._access)):
+            raise OriginError(changed(self.identity.url), again=False)
         with self._lock:
             self._free.append((0 if file.shared else threading.get_ident(), file))
         return content
+
+    def prove(self) -> None:
+        """Ask the origin whether this version may be read, unless it has shown that.
+
+        Raises: as `read`.
+        """
+        if not self.proven and not self._proves(identify(self.identity.url, self._access)):
+            raise OriginError(changed(self.identity.url), again=False)
+        self.proven = True
 
     def _from_cache(self, file: OpenVersion, start: int, end: int) -> bytes | None:
         """Return bytes from the cache network; None: the origin is to be asked."""
@@ -515,9 +536,7 @@ class RemoteFile:
         if network is None or fetch is None:
             return None
         with self._lock:
-            if not self._proven and not self._same(identify(url, self._access)):
-                raise OriginError(changed(url), again=False)
-            self._proven = True
+            self.prove()
         first, last = start // size * size, min(-(-end // size) * size, self.identity.size)
 
         def attempt() -> bytes | None:
@@ -573,7 +592,14 @@ class RemoteFile:
         mine, found = self.identity, _identity(self.identity.url, facts)
         if mine.tag and not found.tag:
             return None
+        # Bytes of a cache network are asked for when it is proven.
+        self.proven = self.proven or self._proves(found)
         return self._same(found if mine.tag else replace(found, tag=""))
+
+    def _proves(self, found: ObjectVersion) -> bool:
+        """Whether an answer shows that this version may be read. A user must name its time."""
+        timed = self._access is None or self.identity.modified or not found.modified
+        return bool(timed) and self._same(found)
 
     def _same(self, found: ObjectVersion) -> bool:
         mine = self.identity
@@ -593,7 +619,7 @@ class RemoteFile:
 
     def _open(self) -> OpenVersion:
         identity = self.identity
-        system, path = file_system(identity.url, self._access)
+        system, path = file_system(identity.url, self._access, self._systems)
         scheme = scheme_of(identity.url)
         return scheme.open(system, path, size=identity.size, tag=identity.tag)
 

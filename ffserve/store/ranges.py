@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from ffserve.errors import FFServeError
 from ffserve.formats.base import ReadAt
-from ffserve.limits import ASKED_AT_ONCE
+from ffserve.limits import ASKED_AT_ONCE, OPENED_AT_ONCE
 from ffserve.store import urls
 from ffserve.store.directory import BLOCK_SIZE
 from ffserve.store.fetching import NOW, Outcome, call, threads_of
@@ -46,14 +46,19 @@ file with tables takes fewer."""
 class RangedObject:
     """A version of a remote object that is read by ranges. Threads may call it.
 
-    Args: range_size: bytes of one request at most.
+    Args: range_size: bytes of one request at most. systems: as of `origin.file_system`.
     """
 
-    def __init__(self, identity: ObjectVersion, range_size: int = RANGE_SIZE) -> None:
+    def __init__(
+        self,
+        identity: ObjectVersion,
+        range_size: int = RANGE_SIZE,
+        systems: dict[str, Any] | None = None,
+    ) -> None:
         self._range_size = range_size
         self.identity, self.size = identity, identity.size
         self.shown = urls.shown(identity.url)
-        self._remote = RemoteFile(identity, block_size=BLOCK_SIZE)
+        self._remote = RemoteFile(identity, block_size=BLOCK_SIZE, systems=systems)
         self._head, self._head_used = b"", 0
         """The first bytes, while the object is opened, and how many of them were read."""
         self._last = 0, b""
@@ -78,6 +83,15 @@ class RangedObject:
 
     def _fetch(self, start: int, end: int, direct: bool) -> bytes:
         return call(self.identity.url, partial(self._remote.read, start, end, direct=direct))
+
+    def head(self) -> bytes:
+        """Return the first HEAD_SIZE bytes, which the next `read_at` has then.
+
+        Raises: as `fetch`.
+        """
+        if not self._head:
+            self._head = self.fetch(0, min(HEAD_SIZE, self.size)) if self.size else b""
+        return self._head
 
     def spare(self, last: int) -> None:
         """Keep only those of the first bytes that were read, which may be read once more, and some
@@ -121,7 +135,7 @@ class RangedObject:
         Raises: as `fetch`, when it is called.
         """
         head = min(HEAD_SIZE, self.size)
-        self._head, self._head_used = b"", 0
+        self._head, self._head_used = b"" if direct else self._head, 0
         pieces: _Pieces | None = None
         last, streak = range(0), 0
         kept: dict[range, bytes] = {}
@@ -158,14 +172,16 @@ class RangedObject:
         return read
 
 
-def at_once(call: Callable[[T], R], items: Sequence[T], some: Sequence[str]) -> list[R]:
+def at_once(
+    call: Callable[[T], R], items: Sequence[T], some: Sequence[str], most: int = OPENED_AT_ONCE
+) -> list[R]:
     """Return the results of calls of origins, several at the same time.
 
-    Args: some: URL of each item.
+    Args: some: URLs of the items. most: how many at the same time, if their schemes allow it.
     Raises: the error of the first that failed.
     """
     places = {url.partition("://")[0] + "://" for url in some}
-    return in_threads(call, items, min((scheme_of(url).at_once for url in places), default=1))
+    return in_threads(call, items, min([most, *(scheme_of(url).at_once for url in places)]))
 
 
 def in_threads(call: Callable[[T], R], items: Sequence[T], most: int) -> list[R]:

@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from ffserve.errors import UsageError
 from ffserve.store.schemes import scheme_of
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_URL = re.compile(r"(?!(?i:file)://)[A-Za-z][A-Za-z0-9+.-]*://")
 _PLAIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s\0-\x1f@?#]*")
 """URLs that have no secrets, and are shown as they are: most, which is seen without parsing."""
 NAME_MAX = 255
@@ -19,7 +19,7 @@ NAME_MAX = 255
 
 def is_url(path: str) -> bool:
     """Whether a path is the URL of a remote file (`s3://…`), not the name of a local one."""
-    return _URL.match(path) is not None and not path.lower().startswith("file://")
+    return _URL.match(path) is not None
 
 
 def local_path(path: str, *, escaped: bool = True) -> str | None:

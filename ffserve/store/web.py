@@ -26,7 +26,7 @@ import weakref
 from base64 import b64encode
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from ffserve.limits import MOST_UNUSED, OPENED_AT_ONCE
@@ -37,11 +37,14 @@ _LINES_SIZE = 64 << 10
 body has."""
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?![0-9])")
 _LENGTH = re.compile(r"[0-9]{1,18}")
-_TOGETHER = struct.pack("@ll", 0, 200_000)
-"""A call that receives a long part waits for so long in all (`timeval`), and returns what came."""
+_WAITS = 4
+"""A call that receives a long part waits for a time in all, and returns what came. After so many
+calls in which nothing came the origin is silent."""
 _MOST_HOPS = 5
 _Proxy: TypeAlias = tuple[str, int, dict[str, str]]
 """Host, port, and the headers that it needs."""
+_PLAIN = re.compile(r"(https?://[A-Za-z0-9.:-]+)(/[A-Za-z0-9._~%/+-]*(?:\?[A-Za-z0-9._~%/&=+-]+)?)")
+"""URLs whose path is asked for as it is."""
 _SAFE = "".join(map(chr, range(33, 127)))
 
 
@@ -82,6 +85,8 @@ class WebAddress(NamedTuple):
 @functools.lru_cache(128)  # as `urlsplit` has
 def address_of(url: str) -> WebAddress:
     """Return where a URL leads. Raises: ValueError."""
+    if plain := _PLAIN.fullmatch(url):  # most, of which few hosts are to be parsed
+        return address_of(plain[1])._replace(path=plain[2])
     parts = urlsplit(url)
     tls = parts.scheme.lower() == "https"
     if not parts.hostname or (not tls and parts.scheme.lower() != "http"):
@@ -93,31 +98,37 @@ def address_of(url: str) -> WebAddress:
 
 
 class _Received(io.RawIOBase):
-    """The bytes that come through a socket without TLS. A long part is received by one call of the
-    kernel, so the interpreter does not run for each of its packets."""
+    """The bytes that come through a socket without TLS, whose waiting the kernel limits (`_limit`).
+    A long part is received by one call, so the interpreter does not run for each of its packets."""
 
-    def __init__(self, sock: socket.socket, raw: io.RawIOBase) -> None:
-        self._sock, self._raw = sock, raw
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
 
     def readable(self) -> bool:
         return True
 
-    def readinto(self, into: Any) -> int | None:
-        if len(into) > io.DEFAULT_BUFFER_SIZE:
-            silent_s = self._sock.gettimeout()
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TOGETHER)
-            self._sock.settimeout(None)  # else MSG_WAITALL does not wait
-            try:
-                return self._sock.recv_into(into, 0, socket.MSG_WAITALL)
-            except BlockingIOError:  # nothing came in _TOGETHER
-                pass
-            finally:
-                self._sock.settimeout(silent_s)
-        return self._raw.readinto(into)
+    def readinto(self, into: Any) -> int:
+        flags = socket.MSG_WAITALL if len(into) > io.DEFAULT_BUFFER_SIZE else 0
+        for _ in range(_WAITS):
+            with contextlib.suppress(BlockingIOError):  # nothing came
+                return self._sock.recv_into(into, 0, flags)
+        raise TimeoutError("timed out")
 
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
+    def makefile(self, _mode: str) -> _Content:
+        """Return the stream of an answer."""
+        return _Content(self)
+
+
+def _limit(sock: socket.socket, silent_s: float) -> None:
+    """Limit how long calls of a socket wait. That of Python takes another call of the kernel for
+    each, in which threads change."""
+    if type(sock) is not socket.socket:
+        sock.settimeout(silent_s)
+        return
+    sock.settimeout(None)
+    for option, limit_s in (socket.SO_RCVTIMEO, silent_s / _WAITS), (socket.SO_SNDTIMEO, silent_s):
+        wait = struct.pack("@ll", int(limit_s), int(limit_s % 1 * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, option, wait)
 
 
 class _Content(io.BufferedReader):
@@ -149,10 +160,11 @@ class _Response(http.client.HTTPResponse):
     fields: Mapping[str, str]
 
     def __init__(self, sock: socket.socket, method: str) -> None:
-        super().__init__(sock, method=method)
+        plain = type(sock) is socket.socket
+        super().__init__(cast(socket.socket, _Received(sock) if plain else sock), method=method)
         self._has_body = method != "HEAD"
-        raw = self.fp.detach()
-        self.fp = _Content(_Received(sock, raw) if type(sock) is socket.socket else raw)
+        if not plain:
+            self.fp = _Content(self.fp.detach())
 
     def begin(self) -> None:
         """Read what is before the body of the final answer. Raises: OSError, ValueError."""
@@ -337,7 +349,7 @@ class Web:
             try:
                 if not used:
                     connection.connect()
-                    connection.sock.settimeout(self._silent_s)
+                    _limit(connection.sock, self._silent_s)
                 connection.sock.sendall(head)
                 for part in (body,) if isinstance(body, bytes) else body:
                     if part:
@@ -345,6 +357,8 @@ class Web:
                 return Answer(self, to, connection, method)
             except BaseException as error:
                 connection.close()
+                if isinstance(error, BlockingIOError):  # of a request that it does not take
+                    raise TimeoutError("timed out") from None
                 # The origin closed it while nobody used it, and has not seen the request.
                 closed = isinstance(error, (ConnectionResetError, BrokenPipeError))
                 if not (used and closed and method in ("GET", "HEAD")):

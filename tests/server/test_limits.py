@@ -13,7 +13,9 @@ import logging
 import os
 import re
 import subprocess
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +58,7 @@ BOUNDS = {
     "USER_OPENINGS": "server/test_opening_together.py: "
     "test_a_user_held_up_four_threads_in_each_mount_namespace",
     "ASKED_AT_ONCE": "test_remote_files_that_are_asked_for_at_once",
+    "PROVEN_AT_ONCE": "test_remote_files_that_are_asked_for_at_once",
     "MOST_SCANS": "server/test_table_attacks.py: "
     "test_a_tolerant_scan_went_on_without_its_client",
     "MOST_ORIGINS": "test_origins_of_a_user",
@@ -451,10 +454,19 @@ def test_origins_of_a_user(origins: list[HttpOrigin], tmp_path: Path) -> None:
 def test_remote_files_that_are_asked_for_at_once(origins: list[HttpOrigin], tmp_path: Path) -> None:
     """Requests that wait at a silent origin are counted there."""
     store = "--store-directory", str(tmp_path / "store"), "--store-size", "1GiB"
-    with lowered(*store, ASKED_AT_ONCE=3, BLOCK_THREADS=2) as daemon:
-        content = record_file(daemon)
-        urls = [origins[0].put(f"{k}.ffr", content) for k in range(12)]
-        assert opened_by(BOB, daemon, *urls) == f"{[b'x'] * 12}\n"
+    with lowered(*store, ASKED_AT_ONCE=3, PROVEN_AT_ONCE=5, BLOCK_THREADS=2) as daemon:
+        content, origin = record_file(daemon), origins[0]
+        urls = [origin.put(f"{k}.ffr", content) for k in range(12)]
+        origin.held.update(origin.files)
+        with ThreadPoolExecutor(1) as pool:
+            opened = pool.submit(opened_by, BOB, daemon, *urls)
+            try:
+                until(lambda: origin.answering >= 5, "the first ones are asked for")
+                time.sleep(0.1)
+                assert origin.answering == 5
+            finally:
+                origin.held.clear()
+            assert opened.result() == f"{[b'x'] * 12}\n"
         names = Path(f"/proc/{daemon.pid}/task").glob("*/comm")
         assert sum(each.read_text().startswith("ffserve-blocks") for each in names) <= 2
 

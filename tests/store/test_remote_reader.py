@@ -568,7 +568,7 @@ def test_many_files_are_opened_at_the_same_time(server: HttpOrigin, tmp_path: Pa
     """At most 16 were, and the first 64 KiB of each stayed in memory until all were open."""
     content = record_file(tmp_path, "ffrecord", samples_of(60, 2000))
     many = [server.put(f"n{k:03}.ffr", content) for k in range(400)]
-    server.held.update(f"n{k:03}.ffr" for k in range(100))
+    server.held.update(f"n{k:03}.ffr" for k in range(200))
     lengths: list[int] = []
 
     def opened() -> None:
@@ -618,7 +618,7 @@ def test_a_daemon_of_ones_own_does_not_look_for_what_its_user_has_found(
     many = [server.put(f"n{k}.ffr", content) for k in range(20)]
     with ffserve.open(many) as reader:
         assert (len(reader), reader.source[:6]) == (120, "daemon")
-    assert server.requests["HEAD"] == 20 + 1
+    assert (server.requests["HEAD"], server.requests["GET"]) == (20, 20)
 
 
 @pytest.mark.stores

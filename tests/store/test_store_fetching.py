@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import multiprocessing
 import os
 import random
@@ -11,6 +12,7 @@ import resource
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +22,10 @@ from origins import HttpOrigin, ask_origins, http_origin
 
 from ffserve.errors import AccessDenied, FFServeError, MissingFile, ReadError, UsageError
 from ffserve.store import fetching, urls
+from ffserve.store.credentials import Access
 from ffserve.store.directory import Store
 from ffserve.store.fetching import NOW, Fetcher, OpenObject, identity_of, listing
-from ffserve.store.origin import OriginError
+from ffserve.store.origin import ObjectVersion, OriginError
 from ffserve.store.schemes.scheme import Scheme
 
 BLOCK = 64 << 10
@@ -64,6 +67,42 @@ def test_each_byte_comes_once_however_many_ask(server: HttpOrigin, fetcher: Fetc
     assert fetcher.content(file, 0, len(content)) == content
     assert not wrong
     assert server.sent["a.bin"] == len(content)
+
+
+def test_an_object_is_proven_by_its_first_block_or_by_a_request_of_its_own(
+    server: HttpOrigin, fetcher: Fetcher
+) -> None:
+    """Each user with a request of that user's own, whoever has fetched the block."""
+    known = identity_of(server.put("a.bin", noise(3 * BLOCK)))
+
+    def proven(who: str, identity: ObjectVersion = known, domain: str = "") -> tuple[int, int]:
+        server.requests.clear()
+        server.who.clear()
+        access = Access(json.dumps({"http": {"headers": {"X-Who": who, "Authorization": who}}}))
+        file = fetcher.open(identity, domain=domain, access=access)
+        try:
+            fetcher.prove(file)
+        finally:
+            fetcher.close(file)
+            assert set(server.who) == {who}
+        assert file.remote.proven
+        return server.requests["HEAD"], server.requests["GET"]
+
+    keeper = fetcher.open(known)
+    assert [proven("1"), proven("2"), proven("1")] == [(0, 1), (1, 0), (1, 0)]
+    assert server.sent["a.bin"] == BLOCK
+    untimed = replace(known, modified=0)
+    server.admits = lambda who: who != "3"
+    for domain in ("", "3"):  # the block is there, and it is not
+        with pytest.raises(AccessDenied, match="denies access"):
+            proven("3", domain=domain)
+        with pytest.raises(ReadError, match="changed at the origin"):
+            proven("1", untimed, domain)
+    server.put("a.bin", noise(3 * BLOCK, 1))
+    for domain in ("", "4"):
+        with pytest.raises(ReadError, match="changed at the origin"):
+            proven("1", domain=domain)
+    fetcher.close(keeper)
 
 
 def _read_all(url: str, directory: str, barrier: object, results: object) -> None:

@@ -8,10 +8,12 @@ daemon has.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -26,16 +28,21 @@ from ffserve.client.local.local_source import (
 from ffserve.client.source import Target
 from ffserve.dtypes import Bytes, Int64s
 from ffserve.errors import FormatError
+from ffserve.formats.base import Heads
 from ffserve.formats.ffrecord import FFRecordShard
+from ffserve.limits import OPENED_AT_ONCE
 from ffserve.reads import chunks
 from ffserve.reads.fetched import FetchedFile, FetchingEngine
 from ffserve.reads.records import BatchEngine
-from ffserve.reads.shard_tables import How, Tables
+from ffserve.reads.shard_tables import SMALL_SIZE, How, OpenFiles, Tables, read_together
 from ffserve.store.fetching import NOW, Threads, identity_of
 from ffserve.store.object_tables import parsed
 from ffserve.store.origin import ObjectVersion
 from ffserve.store.ranges import RangedObject, at_once
 from ffserve.store.urls import is_url
+
+MOST_TOGETHER = 16
+"""One thread reads the heads of this many files at most before it parses them together."""
 
 
 class RangedSource(LocalSource):
@@ -61,11 +68,14 @@ class RangedSource(LocalSource):
     ) -> None:
         urls = [path for path in paths if is_url(path)]
         self.identities = identities if len(identities) == len(urls) else identified(urls)
-        objects = [RangedObject(identity) for identity in self.identities]
+        systems: dict[str, Any] = {}
+        objects = [RangedObject(identity, systems=systems) for identity in self.identities]
         how = How(format, verify, tolerant, MAX_CHUNK_SIZE)
-        self._parsed = dict(
-            zip(urls, at_once(lambda each: _parsed(each, how, seen), objects, urls), strict=True)
-        )
+        # Few files are opened one by one: each group waits for the heads of all of its files.
+        size = min(len(urls) // (16 * OPENED_AT_ONCE) + 1, MOST_TOGETHER)
+        groups = [objects[low : low + size] for low in range(0, len(objects), size)]
+        parsed = at_once(lambda some: _parsed(some, how, seen), groups, urls)
+        self._parsed = dict(zip(urls, itertools.chain.from_iterable(parsed), strict=True))
         by_url = dict(zip(urls, objects, strict=True))
         self.objects = [by_url.get(path) for path in paths]
         """By shard; None: it is local."""
@@ -86,10 +96,7 @@ class RangedSource(LocalSource):
         local = [k for k, path in enumerate(paths) if not is_url(path)]
         own_fds, own_paths = [fds[k] for k in local], [paths[k] for k in local]
         found = iter(super()._read_tables(own_fds, own_paths, sizes[local], how))
-        return [
-            Tables.of(self._parsed[path], how.max_chunk_size) if is_url(path) else next(found)
-            for path in paths
-        ]
+        return [self._parsed[path] if is_url(path) else next(found) for path in paths]
 
     def _new_engine(self) -> FetchingEngine:
         fetches = {
@@ -140,7 +147,31 @@ class RangedSource(LocalSource):
                 opened.after_fork()
 
 
-def _parsed(opened: RangedObject, how: How, seen: Callable[[int], object] | None) -> formats.Shard:
+def _parsed(
+    some: Sequence[RangedObject], how: How, seen: Callable[[int], object] | None
+) -> list[Tables]:
+    """Return the tables of objects: of small ones together, as of other files."""
+    content, got = np.zeros((len(some), SMALL_SIZE), np.uint8), np.zeros(len(some), np.int64)
+    for k, opened in enumerate(some):
+        head = opened.head()[:SMALL_SIZE]
+        content[k, : len(head)], got[k] = np.frombuffer(head, np.uint8), len(head)
+    heads = Heads(content, got, np.array([opened.size for opened in some], np.int64))
+    files = OpenFiles.with_heads(heads, [opened.shown for opened in some], how.format)
+    together = read_together(files, range(len(some)), how)
+    found: list[Tables] = []
+    for k, opened in enumerate(some):
+        tables = together.get(k)
+        if tables is None or tables.scanned is not None:
+            tables = _singly(opened, how, seen)
+        else:
+            assert tables.small is not None
+            ends = tables.small.offsets[tables.at : tables.at + tables.count]
+            opened.spare(int(ends[-1]) if tables.count else 0)
+        found.append(tables)
+    return found
+
+
+def _singly(opened: RangedObject, how: How, seen: Callable[[int], object] | None) -> Tables:
     def read(direct: bool) -> formats.Shard:
         return parsed(
             opened.read_at(direct=direct), opened.size, opened.shown, how.format,
@@ -154,7 +185,7 @@ def _parsed(opened: RangedObject, how: How, seen: Callable[[int], object] | None
         shard = read(True)
     # The tables of all shards are entered together, when all are here.
     opened.spare(shard.last_offset if isinstance(shard, FFRecordShard) else 0)
-    return shard
+    return Tables.of(shard, how.max_chunk_size)
 
 
 def identified(urls: Sequence[str]) -> tuple[ObjectVersion, ...]:

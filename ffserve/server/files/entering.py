@@ -61,10 +61,11 @@ class ShardEntries:
                 np.array([shard.alignment for shard in some], np.int64),
                 np.array([shard.cached_fd for shard in some], np.int32),
             )
-            for shard, file in zip(some, files.tolist(), strict=True):
-                closed = self._inherit(shard)
-                if shard.remote is not None:
-                    engines.set_remote(engine, file, shard.base, shard.remote)
+            inherited = [self._inherit(shard) for shard in some]
+            if remotes := {s.base: s.remote for s in some if s.remote is not None}:
+                theirs = files[[shard.remote is not None for shard in some]]
+                engines.set_remotes(engine, theirs, remotes)
+            for shard, file, closed in zip(some, files.tolist(), inherited, strict=True):
                 if closed is None:
                     fresh.append(shard)
                     numbers.append((file, engine))

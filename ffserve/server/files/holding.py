@@ -64,8 +64,8 @@ class FileEngines(Protocol):
     def remove_file(self, engine: int, file: int) -> None:
         """Forget a file of which no read is queued or in flight."""
 
-    def set_remote(self, engine: int, file: int, base: int, remote: RemoteShard) -> None:
-        """Note that a file that was added belongs to a remote shard."""
+    def set_remotes(self, engine: int, files: Int32s, shards: dict[int, RemoteShard]) -> None:
+        """Note that files that were added belong to remote shards."""
 
     def remove_remote(self, base: int) -> None:
         """Note that a remote shard is closed."""

@@ -48,9 +48,9 @@ from ffserve.server.users.domains import Domain
 from ffserve.server.users.peers import Peer, viewer_of
 from ffserve.server.users.threads import in_thread
 
-REMOTE_COUNT = 256
+REMOTE_COUNT = 512
 """This many remote files of an OPEN are identified together."""
-OBJECT_COUNT = 16
+OBJECT_COUNT = 32
 """One thread opens this many of them; those that are left after `parsing.SINGLY_S` come next."""
 DROPPED_SHARE = 16
 """If a user has no room for tables, 1 part in DROPPED_SHARE of the room of all users is freed, if

@@ -30,7 +30,15 @@ from ffserve.engine.many_files import States, clear_flags, close_fds, open_again
 from ffserve.errors import FFServeError, ReadError
 from ffserve.limits import TABLE_SAMPLE_SIZE
 from ffserve.reads.page_cache import open_cached
-from ffserve.reads.shard_tables import How, OpenFiles, Tables, enter, read_single, read_together
+from ffserve.reads.shard_tables import (
+    SMALL_SIZE,
+    How,
+    OpenFiles,
+    Tables,
+    enter,
+    read_single,
+    read_together,
+)
 from ffserve.server.files.charges import TableCharge, charge_all
 from ffserve.server.files.holding import CatalogTables, DescriptorBudget, OpenSettings
 from ffserve.server.files.remote import RemoteFiles, RemoteShard, WantedFile, blocks_of
@@ -38,6 +46,7 @@ from ffserve.server.files.shards import FileIdentity, OpenShard, PassedFile, Req
 from ffserve.server.users.access import Rules
 from ffserve.server.users.domains import Domain
 from ffserve.server.users.peers import Peer
+from ffserve.store.blocks import holding_heads
 from ffserve.store.fetching import OpenObject
 
 JOIN_S = 1.0
@@ -81,6 +90,10 @@ class IdentifiedFiles:
     def allocated(self, row: int) -> Callable[[], int]:
         """Return what tells how many bytes of a file are stored. A charge keeps it."""
         return partial(allocated_size, self.opened.fds[row])
+
+    def read_together(self, rows: list[int], how: How) -> dict[int, Tables]:
+        """Return the tables of those of some files that are read together, by row."""
+        return read_together(self.opened, rows, how)
 
     def read(self, row: int, how: How, charge: TableCharge) -> Tables:
         """Return the tables of a file. Raises: as of `read_single`."""
@@ -136,6 +149,17 @@ class IdentifiedObjects:
         """Return what tells how many bytes of a file were fetched. A charge keeps it."""
         state = self.object_of(row).stored.state
         return lambda: state.held_size
+
+    def read_together(self, rows: list[int], how: How) -> dict[int, Tables]:
+        """Return the same as of other files; those that are scanned have indexes in the store."""
+        with holding_heads([self.object_of(k).stored for k in rows], SMALL_SIZE) as there:
+            rows = [k for k, each in zip(rows, there, strict=True) if each]
+            stored = [self.object_of(k).stored for k in rows]
+            fds, sizes = [one.data_fd for one in stored], [one.size for one in stored]
+            paths = [self.paths[k] for k in rows]
+            heads = OpenFiles.of(fds, paths, np.array(sizes, np.int64), how.format)
+        found = read_together(heads, range(len(rows)), how)
+        return {rows[k]: tables for k, tables in found.items() if tables.scanned is None}
 
     def read(self, row: int, how: How, charge: TableCharge) -> Tables:
         """Return the tables of a file. Raises: as of `RemoteFiles.parse`."""
@@ -296,11 +320,7 @@ class ShardParser:
             self._settings.max_chunk_size,
             keep="inode",
         )
-        found: dict[int, Tables] = {}
-        if isinstance(files, IdentifiedObjects):
-            files.remote.ask(map(files.object_of, rows))
-        else:
-            found = read_together(files.opened, rows, how)
+        found = files.read_together(rows, how)
         tables: list[Tables] = []
         peer = opening.peer
         charged = charge_all(
@@ -350,10 +370,12 @@ class ShardParser:
         taken, directory = list[RemoteShard | None](), self._directory
         for k, each, base in zip(rows, tables, bases, strict=True):
             stored = files.object_of(k).stored
-            offsets = directory.offsets[base : base + each.count].astype(np.int64)
-            lengths = directory.lengths(np.arange(base, base + each.count))
-            blocks = blocks_of(each, offsets, lengths, stored.block_size)
-            taken.append(RemoteShard(stored, {files.peer.owner: files.take(k)}, *blocks))
+            firsts = lasts = np.zeros(each.count, np.int32)
+            if stored.count > 1:
+                offsets = directory.offsets[base : base + each.count].astype(np.int64)
+                lengths = directory.lengths(np.arange(base, base + each.count))
+                firsts, lasts = blocks_of(each, offsets, lengths, stored.block_size)
+            taken.append(RemoteShard(stored, {files.peer.owner: files.take(k)}, firsts, lasts))
         return taken
 
     # ---- their shards ---------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from ffserve.config import ServerConfig, format_size
 from ffserve.dtypes import Int32s, Int64s, UInt32s
 from ffserve.errors import FFServeError, FormatError, MissingFile, ReadError, UsageError
 from ffserve.formats.base import Admit, ForetoldReadAt, Shard
-from ffserve.limits import ASKED_AT_ONCE, MOST_ORIGINS, MOST_TAG, MOST_URL
+from ffserve.limits import MOST_ORIGINS, MOST_TAG, MOST_URL, PROVEN_AT_ONCE
 from ffserve.protocol import EVERY
 from ffserve.reads.shard_tables import Tables
 from ffserve.server.users.peers import OWN, Account, Owner, Peer, account_of
@@ -42,10 +42,10 @@ from ffserve.store.blocks import PRESENT, StoredObject
 from ffserve.store.cache_network import CacheNetwork
 from ffserve.store.credentials import Access, forget_own_settings, quieten_packages, served
 from ffserve.store.directory import Store, name_of, usual_limit
-from ffserve.store.fetching import MOST_ALIKE, NOW, Fetcher, OpenObject, Patience
+from ffserve.store.fetching import MOST_ALIKE, Fetcher, OpenObject, Patience
 from ffserve.store.object_tables import parsed
-from ffserve.store.origin import ObjectVersion, changed, identify
-from ffserve.store.ranges import in_threads
+from ffserve.store.origin import ObjectVersion
+from ffserve.store.ranges import at_once
 from ffserve.store.schemes import travelling
 from ffserve.store.urls import shown
 
@@ -213,46 +213,33 @@ class RemoteFiles:
         Raises: the error of an origin; ReadError: an object has changed, or cannot be opened. Then
             none is open.
         """
-        self._check(wanted, peer)
+        # The client of a daemon of the same user has just found the files at their origins; one of
+        # each origin shows that the daemon can read there as well.
+        new = {one.place: one for one in wanted if one.place not in self._reached}
         found: list[OpenObject] = []
-        try:
-            found.extend(self.open_object(one, peer.owner) for one in wanted)
-        except BaseException:
-            self.close(found)
-            raise
-        return found
 
-    def _check(self, wanted: Sequence[WantedFile], peer: Peer) -> None:
-        """Ask origins whether a peer may read these versions."""
-        if self.own:
-            # The client, which is this user, has just found them at their origins; one of each
-            # origin shows that the daemon can read there as well.
-            new = {one.place: one for one in wanted if one.place not in self._reached}
-            wanted = list(new.values())
-
-        def ask(one: WantedFile) -> None:
-            url = one.identity.url
-            breaker = self.fetcher.breaker(pool_of(peer.account, one.place))
+        def obtain(one: WantedFile) -> OpenObject:
+            opened = self.open_object(one, peer.owner)
+            found.append(opened)
+            opened.remote.proven = self.own and new.get(one.place) is not one
             try:
-                found = breaker.call(lambda: identify(url, one.access))
+                self.fetcher.prove(opened)
             except (MissingFile, UsageError) as error:
-                if not one.access.own:
+                if not self.own:
                     raise
                 # The client has found the file, so it has settings that the daemon lacks.
                 raise ReadError(error.message, path=error.path, hint=error.hint) from error
-            same = found.size == one.identity.size and found.tag == one.identity.tag
-            if not same or (found.modified and found.modified != one.identity.modified):
-                raise changed(url)
+            return opened
 
-        in_threads(ask, wanted, ASKED_AT_ONCE)
+        try:
+            some = [one.identity.url for one in wanted]
+            objects = at_once(obtain, wanted, some, PROVEN_AT_ONCE)
+        except BaseException:
+            self.close(found)
+            raise
         if self.own:
-            self._reached.update(one.place for one in wanted)
-
-    def ask(self, objects: Iterable[OpenObject]) -> None:
-        """Ask for the first blocks of objects, which their tables begin in; return at once."""
-        for opened in objects:
-            missing = opened.stored.missing(opened.blocks(0, 1))
-            self.fetcher.ask(opened, missing.tolist(), NOW, None)
+            self._reached.update(new)
+        return objects
 
     def parse(
         self,

@@ -348,16 +348,17 @@ class Engines:
 
     # ---- remote files ---------------------------------------------------------------------
 
-    def set_remote(self, engine: int, file: int, base: int, remote: RemoteShard) -> None:
-        """Note that a file that was added belongs to a remote shard. Args: base: its first
-        number."""
+    def set_remotes(self, engine: int, files: Int32s, shards: dict[int, RemoteShard]) -> None:
+        """Note that files that were added belong to remote shards. Args: shards: of each, by its
+        first number."""
         assert self.fetches is not None
         device = self._devices.all[engine]
-        (cached,) = device.cached.numbers(np.array([file], np.int32)).tolist()
-        for number in (file, cached):
-            if number >= 0:
-                device.remote[number] = remote
-        self.fetches.add(base, remote)
+        numbers = files.tolist(), device.cached.numbers(files).tolist()
+        for number, again, (base, remote) in zip(*numbers, shards.items(), strict=True):
+            device.remote[number] = remote
+            if again >= 0:
+                device.remote[again] = remote
+            self.fetches.add(base, remote)
 
     def remove_remote(self, base: int) -> None:
         """Note that a remote shard is closed. Args: base: its first number."""

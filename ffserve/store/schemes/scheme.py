@@ -110,8 +110,9 @@ class Scheme:
 
     # ---- waiting ----
     at_once: ClassVar[int] = ASKED_AT_ONCE
-    """Files that a process without a daemon opens at the same time. With more than ASKED_AT_ONCE
-    each is read by the thread that opens it: threads share the connections."""
+    """Files of one opening whose origin is asked at the same time, unless a daemon asks for fewer.
+    With more than ASKED_AT_ONCE each is read by the thread that opens it: threads share the
+    connections."""
     connect_s: ClassVar[float] = 10.0
     """An origin that does not accept a connection for this long has failed."""
     silent_s: ClassVar[float] = 30.0
