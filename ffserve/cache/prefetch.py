@@ -285,12 +285,10 @@ class Prefetcher:
         else:
             numbers = order.numbers(cursor.position, cursor.position + room)
         if progress.ready is not None:
-            count = progress.ready(numbers)
-            if count < len(numbers):
+            numbers = numbers[: progress.ready(numbers)]
+            if not len(numbers):
                 self._pause(cursor, now)
-            if not count:
                 return None
-            numbers = numbers[:count]
         piece = Piece(progress, numbers, now + distance / progress.rate(now), cursor.epoch, now)
         load = self._cache.advance(piece, len(numbers), self._left(cursor))
         if piece.cursor == 0:

@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from ffserve.limits import ORIGIN_THREADS
-from ffserve.store.web import Answer, Web, address_of
+from ffserve.store.web import Answer, Received, Web, address_of
 
 log = logging.getLogger("ffserve")
 T = TypeVar("T")
@@ -152,7 +152,8 @@ class _TimedSocket:
 class _TimedStream(io.RawIOBase):
     def __init__(self, sock: socket.socket, until: float) -> None:
         self._sock, self._until = sock, until
-        self._raw = sock.makefile("rb", buffering=0)
+        raw = sock.makefile("rb", buffering=0)
+        self._raw = Received(sock, raw) if type(sock) is socket.socket else raw
 
     def readable(self) -> bool:
         return True

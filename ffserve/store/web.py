@@ -92,7 +92,7 @@ def address_of(url: str) -> WebAddress:
     return WebAddress(tls, parts.hostname, parts.port or (443 if tls else 80), path)
 
 
-class _Received(io.RawIOBase):
+class Received(io.RawIOBase):
     """The bytes that come through a socket without TLS. A long part is received by one call of the
     kernel, so the interpreter does not run for each of its packets."""
 
@@ -152,7 +152,7 @@ class _Response(http.client.HTTPResponse):
         super().__init__(sock, method=method)
         self._has_body = method != "HEAD"
         raw = self.fp.detach()
-        self.fp = _Content(_Received(sock, raw) if type(sock) is socket.socket else raw)
+        self.fp = _Content(Received(sock, raw) if type(sock) is socket.socket else raw)
 
     def begin(self) -> None:
         """Read what is before the body of the final answer. Raises: OSError, ValueError."""

@@ -830,9 +830,11 @@ class Fetches:
                 continue
             opened, refused = remote.object_for(owners), self._refused
             new = [b for b in wanted[:most] if not self._fetcher.is_asked(opened, b)]
+            if not new:
+                continue
             small = stored.block_size < store.block_size
             most_queued = MOST_QUEUED // 4 if small else MOST_QUEUED
-            if new and self._fetcher.queued_count(opened) >= most_queued:
+            if self._fetcher.queued_count(opened) >= most_queued:
                 break
             # Nodes with the same order would ask a cache network for the same block at once.
             early = random.uniform(0.5, 1.0) if opened.remote.is_cached else 1.0
