@@ -946,7 +946,7 @@ def _covering(stored: StoredObject, begins: Int64s, ends: Int64s) -> Int64s:
     firsts, lasts = _covered(begins, ends, stored.block_size)
     if (lasts - firsts > 1).any():
         return np.sort(_in_order(stored, begins, ends))
-    blocks: Int64s = np.unique(np.concatenate((firsts, lasts)))
+    blocks = np.array(sorted({*firsts.tolist(), *lasts.tolist()}), np.int64)
     return blocks[: np.searchsorted(blocks, stored.count)]
 
 
