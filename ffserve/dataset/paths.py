@@ -19,7 +19,7 @@ _STATED_AT_ONCE = 256
 """Paths that are looked at in one call, which no signal interrupts."""
 
 
-class Files(tuple[str, ...]):
+class ExpandedPaths(tuple[str, ...]):
     """What `expand_paths` has found, so that it does not ask origins for each file again."""
 
     __slots__ = ()
@@ -29,13 +29,13 @@ def expand_paths(
     paths: PathLike | Sequence[PathLike],
     *,
     suffixes: Sequence[str] | Callable[[], Sequence[str]] = (),
-) -> Files:
+) -> ExpandedPaths:
     """Return the absolute paths of the files that `paths` denotes, in order; URLs of remote ones.
 
     Args:
         paths: a file, a directory (its files with one of `suffixes`, sorted by name, not
             recursive), a glob pattern (matches sorted by name), the URL of one of these (``file:``
-            URLs are local paths), or a sequence of these; `Files` are returned as they are.
+            URLs are local paths), or a sequence of these; `ExpandedPaths` are returned as they are.
         suffixes: suffixes of the files to take from a directory; () takes all that are not hidden.
             A function is called only if there is a directory.
 
@@ -45,10 +45,10 @@ def expand_paths(
         UsageError: an empty sequence, an empty path, or an object that is not a path; a
             ``file:`` URL of another machine.
     """
-    if isinstance(paths, Files):
+    if isinstance(paths, ExpandedPaths):
         return paths
     if isinstance(paths, (str, os.PathLike)):
-        return Files(_expand_one(_without_scheme(os.fspath(paths)), suffixes))
+        return ExpandedPaths(_expand_one(_without_scheme(os.fspath(paths)), suffixes))
     if isinstance(paths, (bytes, bytearray)) or not isinstance(paths, Iterable):
         raise UsageError(
             f"invalid paths: {type(paths).__name__} is neither a path nor a sequence of paths"
@@ -64,7 +64,7 @@ def expand_paths(
     while names:
         some, names = names[:_STATED_AT_ONCE], names[_STATED_AT_ONCE:]
         found.extend(_files(some) or [f for files in _expand_each(some, suffixes) for f in files])
-    return Files(found)
+    return ExpandedPaths(found)
 
 
 def _expand_each(
