@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 # Functions, not modules: where ffserve is not in site-packages, Hugging Face's pickler copies the
 # modules that a program's function uses, with all that these import.
-from ffserve.dataset.paths import expand_paths
+from ffserve.dataset.paths import ExpandedPaths, expand_paths
 from ffserve.errors import FFServeError, FormatError, UsageError
 from ffserve.formats import suffixes
 from ffserve.reader import open as open_files
@@ -310,7 +310,7 @@ def infer(
              ``Reader.read``.
     Cost:    one pass over the records.
     """
-    chosen = expand_paths(paths, suffixes=suffixes())[:files]
+    chosen = ExpandedPaths(expand_paths(paths, suffixes=suffixes())[:files])
     with open_files(chosen, server=server) as reader:
         return infer_from(islice(_samples(reader), records), record=record)
 

@@ -171,10 +171,11 @@ class FileReader:
     ) -> None:
         self._reader: Any = None
         self._n = 0
-        self._fnames = self._expanded(fname)
+        files = self._expanded(fname)
+        self._fnames = list(files)
         self._check_data = bool(check_data)
         self._reader = readers.open_files(
-            self._fnames,
+            files,
             self._format,
             verify=self._check_data,
             whole=self._whole,
@@ -393,7 +394,7 @@ class FileReader:
         return f"<FileReader: {state}{self._n} samples in {len(self._fnames)} files>"
 
     @staticmethod
-    def _expanded(fname: Any) -> list[str]:
+    def _expanded(fname: Any) -> Sequence[str]:
         return _expanded(fname)
 
     def _open(self) -> Any:
@@ -457,8 +458,8 @@ class RecordReader(OpenedReader):
         super().__init__(fname, check_data)
 
     @staticmethod
-    def _expanded(fname: Any) -> list[str]:
-        return list(expand_paths(fname, suffixes=suffixes()))
+    def _expanded(fname: Any) -> Sequence[str]:
+        return expand_paths(fname, suffixes=suffixes())
 
     def validate(self) -> None:
         """Read and check the metadata of all files again; the samples are not read.

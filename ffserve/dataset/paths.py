@@ -7,6 +7,7 @@ import glob
 import os
 import stat
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from ffserve.disk.files import wrap_os_error
 from ffserve.engine.many_files import KIND_BITS, stat_paths
@@ -18,17 +19,23 @@ _STATED_AT_ONCE = 256
 """Paths that are looked at in one call, which no signal interrupts."""
 
 
+class ExpandedPaths(tuple[str, ...]):
+    """What `expand_paths` has found, so that it does not ask origins for each file again."""
+
+    __slots__ = ()
+
+
 def expand_paths(
     paths: PathLike | Sequence[PathLike],
     *,
     suffixes: Sequence[str] | Callable[[], Sequence[str]] = (),
-) -> tuple[str, ...]:
+) -> ExpandedPaths:
     """Return the absolute paths of the files that `paths` denotes, in order; URLs of remote ones.
 
     Args:
         paths: a file, a directory (its files with one of `suffixes`, sorted by name, not
             recursive), a glob pattern (matches sorted by name), the URL of one of these (``file:``
-            URLs are local paths), or a sequence of these.
+            URLs are local paths), or a sequence of these; `ExpandedPaths` are returned as they are.
         suffixes: suffixes of the files to take from a directory; () takes all that are not hidden.
             A function is called only if there is a directory.
 
@@ -38,8 +45,10 @@ def expand_paths(
         UsageError: an empty sequence, an empty path, or an object that is not a path; a
             ``file:`` URL of another machine.
     """
+    if isinstance(paths, ExpandedPaths):
+        return paths
     if isinstance(paths, (str, os.PathLike)):
-        return _expand_one(_without_scheme(os.fspath(paths)), suffixes)
+        return ExpandedPaths(_expand_one(_without_scheme(os.fspath(paths)), suffixes))
     if isinstance(paths, (bytes, bytearray)) or not isinstance(paths, Iterable):
         raise UsageError(
             f"invalid paths: {type(paths).__name__} is neither a path nor a sequence of paths"
@@ -54,8 +63,23 @@ def expand_paths(
     found: list[str] = []
     while names:
         some, names = names[:_STATED_AT_ONCE], names[_STATED_AT_ONCE:]
-        found.extend(_files(some) or [f for name in some for f in _expand_one(name, suffixes)])
-    return tuple(found)
+        found.extend(_files(some) or [f for files in _expand_each(some, suffixes) for f in files])
+    return ExpandedPaths(found)
+
+
+def _expand_each(
+    names: list[str], suffixes: Sequence[str] | Callable[[], Sequence[str]]
+) -> list[tuple[str, ...]]:
+    """Return the files of each name; origins are asked several URLs at the same time."""
+    expand = partial(_expand_one, suffixes=suffixes)
+    remote = list(filter(is_url, names))
+    if len(remote) < 2:
+        return list(map(expand, names))
+    from ffserve.store.fetching import reach
+    from ffserve.store.ranges import at_once
+
+    reach(remote[0])
+    return at_once(expand, names, remote)
 
 
 def _without_scheme(path: str) -> str:

@@ -894,6 +894,12 @@ def call(url: str, attempt: Callable[[], T]) -> T:
     return breaker_of(url).call(once)
 
 
+def reach(url: str) -> None:
+    """Collect what this process needs to reach an origin, which threads share then, without asking
+    it. Raises: FFServeError."""
+    call(url, lambda: origin.file_system(url))
+
+
 def find(
     url: str, suffixes: Sequence[str] = (), *, hidden: str = ".", below: bool = False
 ) -> tuple[list[ObjectVersion], list[tuple[str, str]]]:

@@ -29,7 +29,7 @@ import numpy as np
 
 from ffserve import folders as packed_folders
 from ffserve import reader
-from ffserve.dataset.paths import PathLike, expand_paths
+from ffserve.dataset.paths import ExpandedPaths, PathLike, expand_paths
 from ffserve.disk.files import open_regular, raise_file_limit
 from ffserve.errors import FFServeError, ReadError, UsageError
 from ffserve.folders import Folder
@@ -87,7 +87,7 @@ class View:
         if "/" in options.suffix or "\0" in options.suffix or len(options.suffix) > 100:
             raise UsageError(f"invalid suffix {options.suffix!r}", hint="such as .jpg")
         suffixes = reader.check_options(options.format, options.server, "raise")
-        found = tuple(dict.fromkeys(expand_paths(paths, suffixes=suffixes)))
+        found = ExpandedPaths(dict.fromkeys(expand_paths(paths, suffixes=suffixes)))
         raise_file_limit()
         if options.allow_other:
             found = _public(found)
@@ -274,7 +274,7 @@ class _MountedPart:
                 time.sleep(0.01)
 
 
-def _public(paths: Sequence[str]) -> tuple[str, ...]:
+def _public(paths: Sequence[str]) -> ExpandedPaths:
     """Return the files that everybody may read. Raises: UsageError: there is none."""
     local = [path for path in paths if not is_url(path)]
     with ExitStack() as opened:
@@ -283,7 +283,7 @@ def _public(paths: Sequence[str]) -> tuple[str, ...]:
             fds.append(open_regular(path))
             opened.callback(os.close, fds[-1])
         readable = everybody_may_read(local, np.array(fds, np.int32))
-    found = tuple(path for path, public in zip(local, readable, strict=True) if public)
+    found = ExpandedPaths(path for path, public in zip(local, readable, strict=True) if public)
     if not found:
         raise UsageError(
             "cannot show these files to other users: there is none that everybody may read",

@@ -199,6 +199,17 @@ def test_an_announced_order_is_fetched_ahead_by_the_daemon(
         assert plain(reader.read([3, 400])) == [samples[3], samples[400]]
 
 
+@pytest.mark.check
+def test_fetching_ahead_waited_for_the_next_look_at_the_orders(
+    origin: HttpOrigin, tmp_path: Path
+) -> None:
+    url = served(origin, tmp_path, samples_of(500, 6000))
+    seldom = "import ffserve.server.reading.fetches as g\ng.AHEAD_S = 3600.0\n"
+    with serving(**daemon_options(tmp_path, patch=seldom)) as daemon, daemon.open(url) as reader:
+        reader.announce(np.arange(499, -1, -1))
+        until(lambda: origin.total == len(origin.files["a.ffr"]), "all is fetched")
+
+
 @pytest.mark.parametrize(
     "case", [pytest.param(0, marks=pytest.mark.check), pytest.param(4, marks=pytest.mark.stores)]
 )

@@ -25,6 +25,7 @@ from tar_files import archive
 import ffserve
 from ffserve.cli import run
 from ffserve.client.daemon import connection
+from ffserve.compat.ffrecord import FileReader
 from ffserve.errors import (
     ChecksumError,
     FFServeError,
@@ -605,6 +606,24 @@ def test_a_small_file_is_opened_by_one_request(server: HttpOrigin, tmp_path: Pat
     with ffserve.open(served(server, tmp_path, "ffrecord", large), server="off") as reader:
         assert len(reader) == 2
     assert server.requests["GET"] == 31 + 2
+
+
+def test_the_urls_of_a_list_were_looked_up_one_after_the_other_and_twice(
+    server: HttpOrigin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FFSERVE_SOCKET", "off")
+    content = record_file(tmp_path, "ffrecord", samples_of(6, 2000))
+    many = [server.put(f"n{k}.ffr", content) for k in range(12)]
+    found: list[FileReader] = []
+    server.stalled.set()
+    opening = threading.Thread(target=lambda: found.append(FileReader.for_files(many)))
+    opening.start()
+    until(lambda: server.requests["HEAD"] == 12, "all are looked up at the same time")
+    server.stalled.clear()
+    opening.join()
+    assert (found[0].n, found[0].fnames) == (72, many)
+    found[0].close()
+    assert server.requests["HEAD"] == 12
 
 
 # ---- a daemon that is started --------------------------------------------------------------------

@@ -200,3 +200,33 @@ def test_signatures_are_those_of_botocore(key: str, query: dict[str, str]) -> No
         if request.headers["X-Amz-Date"] == headers["x-amz-date"]:
             break
     assert request.headers["Authorization"] == headers["Authorization"]
+
+
+def test_requests_of_one_second_share_a_signature_only_if_they_are_alike() -> None:
+    class Asked(Web):
+        def request(self, method: str, url: str, headers: Any, *_: Any, **__: Any) -> Any:
+            return dict(headers)
+
+    options = {"key": "key", "secret": "secret", "endpoint_url": "http://host:9"}
+    asked: list[tuple[dict[str, Any], str, str, dict[str, str], bytes]] = [
+        (options, "GET", "bucket/a", {}, b""),
+        ({**options, "secret": "other"}, "GET", "bucket/a", {}, b""),
+        ({**options, "token": "token"}, "GET", "bucket/a", {}, b""),
+        ({**options, "region": "eu-west-1"}, "GET", "bucket/a", {}, b""),
+        (options, "HEAD", "bucket/a", {}, b""),
+        (options, "GET", "bucket/b", {}, b""),
+        (options, "PUT", "bucket/a", {"x-amz-copy-source": "b"}, b""),
+        (options, "PUT", "bucket/a", {}, b"body"),
+    ]
+    objects = S3Objects(Asked(1, 1), RenewedOptions(options))
+    found: set[str] = set()
+    for given, method, path, headers, body in 2 * asked:
+        alone = S3Objects(Asked(1, 1), RenewedOptions(given))
+        for _ in range(5):  # until both have the same second
+            one = objects.send(given, method, path, {}, headers, body)
+            other = alone.send(given, method, path, {}, headers, body)
+            if one["x-amz-date"] == other["x-amz-date"]:
+                break
+        assert one == other
+        found.add(str(one))
+    assert len(found) >= len(asked)

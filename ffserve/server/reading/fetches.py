@@ -77,8 +77,9 @@ MEND_S = 30.0
 """A damaged block that has not been fetched again after this time fails its samples."""
 FEW_SHARDS = 8
 """The loop's thread looks for the blocks of at most this many shards; a thread does it for more."""
-AHEAD_S = 0.1
-"""The thread looks at the announced orders at this interval."""
+AHEAD_S, REST_S = 0.1, 0.01
+"""The thread looks at the announced orders at this interval, and when one is announced, but rests
+in between, however often that is."""
 HORIZON, FAR_HORIZON = 4096, 1 << 18
 """The thread looks at this many samples ahead of a job; at FAR_HORIZON at most if the data do not
 fit into the store."""
@@ -313,7 +314,7 @@ class Fetches:
         self._followers: dict[JobProgress, dict[Owner, None]] = {}
         """The owners of the sessions that have these data sets open."""
         self._planner: threading.Thread | None = None
-        self._ended = threading.Event()
+        self._ended, self._woken = threading.Event(), threading.Event()
         self._refused: set[tuple[StoredObject, int]] = set()
         """Blocks that could not be fetched ahead, or had no room; cleared now and then."""
         self._refused_at = 0.0
@@ -443,6 +444,10 @@ class Fetches:
             return len(numbers)
         wanted = numbers[absent]
         bases = self._table.bases[self._table.rows(wanted)]
+        # Most calls end here, since the prefetcher waits for the block of one sample.
+        remote = self._shards.get(int(bases[0]))
+        if remote is not None and not _are_there(remote, wanted[:1] - bases[0])[0]:
+            return int(absent[0])
         there = np.ones(len(wanted), np.bool_)
         for base in np.unique(bases).tolist():
             remote = self._shards.get(base)
@@ -712,6 +717,10 @@ class Fetches:
             )
             self._planner.start()
 
+    def announced(self) -> None:
+        """An order was announced: look at the orders now."""
+        self._woken.set()
+
     def leave(self, progress: JobProgress) -> None:
         """Forget a data set that has no session any more."""
         self._ahead.pop(progress, None)
@@ -723,7 +732,11 @@ class Fetches:
         looked at, and when its next uses were last written."""
         looked: dict[JobProgress, float] = {}
         written: dict[JobProgress, float] = {}
-        while not self._ended.wait(AHEAD_S):
+        while not self._ended.wait(REST_S):
+            self._woken.wait(AHEAD_S)
+            self._woken.clear()
+            if self._ended.is_set():
+                return
             begun = time.monotonic()
             if begun - self._refused_at > REFUSED_S:
                 self._refused, self._refused_at = set(), begun
@@ -807,22 +820,22 @@ class Fetches:
             numbers = np.concatenate((numbers, after.numbers(0, horizon - len(numbers))))
         rate = max(progress.rate(now), LEAST_RATE)
         left = int(min(store.limit / 4, MOST_FETCHED_AHEAD))
-        for place, remote, first, count in _upcoming(numbers, shards, least):
+        wall = time.time()
+        for place, remote, first, count in _upcoming(numbers, shards, least, wall, rate):
             ahead_s, stored = place / rate, remote.stored
-            due = time.time() + ahead_s
-            blocks = np.arange(first, first + count)
-            remote.worth[blocks] = min(int(due + SOON_S), LATEST)
-            stored.state.uses[blocks] = min(int(due) + 1, LATEST)
-            missing = stored.missing(blocks).tolist()
-            wanted = [block for block in missing if (stored, block) not in self._refused]
+            due = wall + ahead_s
+            blocks = range(first, first + count)
+            wanted = [block for block in blocks if (stored, block) not in self._refused]
             most, left = left // stored.block_size, left - len(wanted) * stored.block_size
             if most <= 0 or not wanted:
                 continue
             opened, refused = remote.object_for(owners), self._refused
             new = [b for b in wanted[:most] if not self._fetcher.is_asked(opened, b)]
+            if not new:
+                continue
             small = stored.block_size < store.block_size
             most_queued = MOST_QUEUED // 4 if small else MOST_QUEUED
-            if new and self._fetcher.queued_count(opened) >= most_queued:
+            if self._fetcher.queued_count(opened) >= most_queued:
                 break
             # Nodes with the same order would ask a cache network for the same block at once.
             early = random.uniform(0.5, 1.0) if opened.remote.is_cached else 1.0
@@ -833,6 +846,7 @@ class Fetches:
     def close(self) -> None:
         """End the threads."""
         self._ended.set()
+        self._woken.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -933,7 +947,7 @@ def _covering(stored: StoredObject, begins: Int64s, ends: Int64s) -> Int64s:
     firsts, lasts = _covered(begins, ends, stored.block_size)
     if (lasts - firsts > 1).any():
         return np.sort(_in_order(stored, begins, ends))
-    blocks: Int64s = np.unique(np.concatenate((firsts, lasts)))
+    blocks = np.array(sorted({*firsts.tolist(), *lasts.tolist()}), np.int64)
     return blocks[: np.searchsorted(blocks, stored.count)]
 
 
@@ -979,12 +993,14 @@ def _next_parts(remote: RemoteShard, table: NDArray[np.uint8], first: int) -> ND
 
 
 def _upcoming(
-    numbers: Int64s, shards: dict[int, RemoteShard], least: float
+    numbers: Int64s, shards: dict[int, RemoteShard], least: float, wall: float, rate: float
 ) -> list[tuple[int, RemoteShard, int, int]]:
-    """Return the blocks of which these samples use at least so many bytes, soonest needed first:
-    the place of their first use, the first block, and how many neighbours are used first there.
+    """Mark the blocks of which these samples use at least so many bytes with the time of their next
+    use. Return those that are missing, soonest needed first: the place of their first use, the
+    first block, and how many neighbours are used first there.
 
-    Args: least: samples, for each byte of a block; a block has one at least.
+    Args: least: samples, for each byte of a block; a block has one at least. wall: the time now, in
+        seconds since 1970. rate: samples a second.
     """
     found: list[tuple[int, RemoteShard, int, int]] = []
     bases = np.array(sorted(shards), np.int64)
@@ -1003,6 +1019,11 @@ def _upcoming(
         enough = counts >= math.ceil(least * remote.stored.block_size)
         chosen = np.flatnonzero(enough & (different < remote.stored.count))
         different, at = different[chosen], at[first[chosen]]
+        dues = wall + at / rate
+        remote.worth[different] = np.minimum(dues + SOON_S, LATEST)
+        remote.stored.state.uses[different] = np.minimum(dues + 1, LATEST)
+        absent = remote.stored.state.words[different] != PRESENT
+        different, at = different[absent], at[absent]
         edges = np.flatnonzero((np.diff(different) != 1) | (np.diff(at) != 0)) + 1
         begins = np.concatenate(([0], edges)) if len(at) else edges
         counts = np.diff(begins, append=len(at))

@@ -160,6 +160,8 @@ class OrderReceiver:
         )
         # Not earlier, since between two steps the old order would be followed again.
         self._state.reading.scheduler.prefetcher.replaced(progress, current.epoch)
+        if (fetches := self._state.reading.engines.fetches) is not None:
+            fetches.announced()
         self._send(protocol.Ready(current.tag, whole.count, []))
         now = yield None
         self._state.reading.scheduler.pump(now)

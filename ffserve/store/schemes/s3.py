@@ -114,6 +114,8 @@ class S3Objects(Objects):
         self._addresses: dict[tuple[str, ...], tuple[str, str]] = {}
         self._key: tuple[tuple[str, ...], bytes] = (), b""
         """What the last key for signatures was made of, and the key."""
+        self._made: tuple[str, dict[Any, dict[str, str]]] = "", {}
+        """A second, and the headers that were signed in it: ranges of a file have the same."""
 
     def send(
         self, options: Options, method: str, path: str, query: Mapping[str, str],
@@ -177,11 +179,18 @@ class S3Objects(Objects):
         body: bytes | Iterable[bytes],
     ) -> dict[str, str]:  # fmt: skip
         """Return the headers that sign a request."""
-        to = address_of(url)
         stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         content = "UNSIGNED-PAYLOAD" if body else _NOTHING
         signed = {name: text for name, text in headers.items() if name.startswith("x-amz-")}
-        signed |= {"host": to.place, "x-amz-content-sha256": content, "x-amz-date": stamp}
+        if self._made[0] != stamp:
+            self._made = stamp, {}
+        made = self._made[1]
+        secrets = options["key"], options["secret"], options.get("token")
+        asked = stamp, *secrets, region, method, url, content, *signed.items()
+        if asked in made:
+            return made[asked]
+        signed |= {"host": address_of(url).place, "x-amz-content-sha256": content}
+        signed["x-amz-date"] = stamp
         if "token" in options:
             signed["x-amz-security-token"] = options["token"]
         signature = self._signature(options, region, stamp, method, url, signed, content)
@@ -189,6 +198,7 @@ class S3Objects(Objects):
             f"AWS4-HMAC-SHA256 Credential={options['key']}/{stamp[:8]}/{region}/s3/aws4_request, "
             f"SignedHeaders={';'.join(sorted(signed))}, Signature={signature}"
         )
+        made[asked] = signed
         return signed
 
     def _signature(
