@@ -184,8 +184,8 @@ were seen first are evicted first."""
 
 SHARDS_PART, EXTRA_PART, SESSIONS_PART = 3 / 4, 1 / 8, 1 / 4
 """Parts of the limit on open files; see above."""
-FDS_OF_OBJECT = 3
-"""Descriptors of a remote object besides that of its shard."""
+FDS_OF_OBJECT = 4
+"""Descriptors of a remote object besides that of its shard; Python's `mmap` has one of its own."""
 PASSED_SHARE = 32
 """An OPEN asks the client for 1 part in PASSED_SHARE of the descriptors at once, since several
 sessions of one user may pass some at the same time."""

@@ -441,6 +441,21 @@ def test_blocks_that_could_not_be_pinned_left_a_request_waiting(
 
 
 @pytest.mark.check
+def test_files_that_are_open_were_counted_again_for_the_next_job(
+    origin: HttpOrigin, tmp_path: Path
+) -> None:
+    """And descriptors of the store were not counted before they were open."""
+    served(origin, tmp_path, [b"x"])
+    urls = [origin.put(f"{k}.ffr", origin.files["a.ffr"]) for k in range(400)]
+    patch = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (2000, 2000))\n"
+    with serving(**daemon_options(tmp_path, patch=patch)) as daemon:
+        with pytest.raises(ReadError, match="files open; 0 are in use, and this data set has 400"):
+            daemon.open(urls)
+        with daemon.open(urls[:300]) as one, daemon.open(urls[:300]) as other:
+            assert len(one) == len(other) == 300
+
+
+@pytest.mark.check
 def test_errors_of_an_origin_are_those_of_the_caller(origin: HttpOrigin, tmp_path: Path) -> None:
     samples = samples_of(300, 6000)
     url = served(origin, tmp_path, samples)

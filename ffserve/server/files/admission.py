@@ -49,7 +49,9 @@ class Admission:
         Raises: ReadError: the OPEN needs more descriptors than there are, or than its user may
             have.
         """
-        held, room = self._held, self._held.budget.shard_count
+        held = self._held
+        objects = sum(map(request.remote.__contains__, positions)) if request.remote else 0
+        room = held.budget.shard_count(objects)
         mine = held.count_of(peer.account)
         limited = not peer.is_administrator
         most = room // 2 if limited else room

@@ -130,11 +130,11 @@ class DescriptorBudget:
         """The number of further files that may be open a second time."""
         return self._most_extra - self._extra
 
-    @property
-    def shard_count(self) -> int:
-        """The number of shards that may be open; it falls when second descriptors need more than
-        their part."""
-        return max(self._most_open - max(self._extra - self._most_extra, 0), 0)
+    def shard_count(self, objects: int = 0) -> int:
+        """Return the number of shards that may be open; it falls when second descriptors need more
+        than their part. Args: objects: further objects of the store that will be among them."""
+        extra = self._extra + FDS_OF_OBJECT * objects
+        return max(self._most_open - max(extra - self._most_extra, 0), 0)
 
 
 class HeldShards:

@@ -109,10 +109,7 @@ class ShardOpener:
                 left += self._hold_proven(pending, local)
                 await asyncio.sleep(0)
             if request.remote:
-                positions = sorted(request.remote)
-                with self._admission.promising(request, peer.owner, positions):
-                    await self._admission.make_room(request, peer, positions)
-                    await self._open_remote(pending, positions)
+                await self._open_remote(pending, sorted(request.remote))
             if left:
                 with self._admission.promising(request, peer.owner, left):
                     await self._admission.make_room(request, peer, left)
@@ -184,6 +181,7 @@ class ShardOpener:
         access = remote.access_for(peer, request.access, urls)
         if not remote.fetcher.has_store:
             await in_thread(remote.open_store)
+        unproven: list[IdentifiedObjects] = []
         for first in range(0, len(positions), REMOTE_COUNT):
             some = positions[first : first + REMOTE_COUNT]
             wanted = [
@@ -193,12 +191,29 @@ class ShardOpener:
             how = request.format, request.verify, request.tolerant
             keys = [ShardKey(FileIdentity(*one.file), *how, one.owner) for one in wanted]
             files = IdentifiedObjects(remote, peer, wanted, [request.paths[k] for k in some], keys)
-            rows = enumerate(zip(wanted, keys, strict=True))
-            proven = [k for k, (one, key) in rows if self._may_read(one, key, peer)]
-            self._hold_opened(pending, files, proven)
-            if unproven := files.without(proven):
-                await self._obtain(pending, unproven.identify, unproven.close)
+            unproven += self._hold_readable(pending, files)
             await asyncio.sleep(0)
+        new = [position for files in unproven for position in files.positions]
+        if not new:
+            return
+        with self._admission.promising(request, peer.owner, new):
+            await self._admission.make_room(request, peer, new)
+            for files in unproven:
+                # Another OPEN of this user may have opened them in the meantime.
+                for left in self._hold_readable(pending, files):
+                    await self._obtain(pending, left.identify, left.close)
+                await asyncio.sleep(0)
+
+    def _hold_readable(
+        self, pending: PendingOpen, files: IdentifiedObjects
+    ) -> list[IdentifiedObjects]:
+        """Hold the open objects that their origin has let this peer's owner read; return the
+        others, if there are any."""
+        rows = enumerate(zip(files.wanted, files.keys, strict=True))
+        proven = [k for k, (one, key) in rows if self._may_read(one, key, pending.peer)]
+        self._hold_opened(pending, files, proven)
+        left = files.without(proven)
+        return [left] if left else []
 
     def _may_read(self, one: WantedFile, key: ShardKey, peer: Peer) -> bool:
         """Whether the origin has let this user read an open object with the same access, with which
