@@ -443,7 +443,8 @@ class Fetcher:
     def prove(self, opened: OpenObject) -> None:
         """Let the origin show that an object may be read: with the first block, if that is missing
         and nobody has asked for it. Raises: FFServeError."""
-        if (opened.stored.state.words[:1] != PRESENT).any() and not self.is_asked(opened, 0):
+        stored = opened.stored
+        if stored.count and stored.state.words[0] != PRESENT and not self.is_asked(opened, 0):
             here = scheme_of(opened.identity.url).at_once > ASKED_AT_ONCE
             self.ask(opened, [0], NOW, None, here=here)[0].result()
         if not opened.remote.proven:

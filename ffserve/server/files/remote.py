@@ -218,10 +218,7 @@ class RemoteFiles:
         new = {one.place: one for one in wanted if one.place not in self._reached}
         found: list[OpenObject] = []
 
-        def obtain(one: WantedFile) -> OpenObject:
-            opened = self.open_object(one, peer.owner)
-            found.append(opened)
-            opened.remote.proven = self.own and new.get(one.place) is not one
+        def prove(opened: OpenObject) -> None:
             try:
                 self.fetcher.prove(opened)
             except (MissingFile, UsageError) as error:
@@ -229,17 +226,18 @@ class RemoteFiles:
                     raise
                 # The client has found the file, so it has settings that the daemon lacks.
                 raise ReadError(error.message, path=error.path, hint=error.hint) from error
-            return opened
 
         try:
-            some = [one.identity.url for one in wanted]
-            objects = at_once(obtain, wanted, some, PROVEN_AT_ONCE)
+            for one in wanted:  # by one thread, since the store opens one at a time
+                found.append(self.open_object(one, peer.owner))
+                found[-1].remote.proven = self.own and new.get(one.place) is not one
+            at_once(prove, found, [one.identity.url for one in wanted], PROVEN_AT_ONCE)
         except BaseException:
             self.close(found)
             raise
         if self.own:
             self._reached.update(new)
-        return objects
+        return found
 
     def parse(
         self,
