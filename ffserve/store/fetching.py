@@ -841,7 +841,9 @@ _patience = Patience()
 
 def _breaker(name: str, patience: Patience | None = None) -> Breaker:
     with _lock:
-        return _breakers.setdefault(name, Breaker(patience or _patience))
+        if name not in _breakers:
+            _breakers[name] = Breaker(patience or _patience)
+        return _breakers[name]
 
 
 def breaker_of(url: str) -> Breaker:
