@@ -14,7 +14,6 @@ import shlex
 import shutil
 import socket
 import stat
-import struct
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,13 @@ from ffserve.doctor.probe import Answer
 from ffserve.errors import AccessDenied, FFServeError
 from ffserve.system.capabilities import CAP_IPC_LOCK, CAP_SYS_ADMIN, has_capability
 from ffserve.system.machine_memory import usable_memory
-from ffserve.system.socket_path import MAX_SOCKET_PATH, SYSTEM_SOCKET, Credentials, find_socket
+from ffserve.system.socket_path import (
+    MAX_SOCKET_PATH,
+    SYSTEM_SOCKET,
+    Credentials,
+    connect,
+    find_socket,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -315,10 +320,8 @@ class Socket:
 
     def _connect(self) -> str:
         with socket.socket(socket.AF_UNIX) as attempt:
-            timeout = struct.pack("ll", CONNECT_TIMEOUT_S, 0)
-            attempt.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
             try:
-                attempt.connect(self.path)
+                connect(attempt, self.path, CONNECT_TIMEOUT_S)
             except PermissionError:
                 return "denied"
             except ConnectionRefusedError:

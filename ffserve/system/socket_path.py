@@ -18,6 +18,21 @@ _ACCEPTS = 0x10000
 """A flag in /proc/net/unix: __SO_ACCEPTCON of <linux/net.h>."""
 
 
+LISTENS_S = 1.0
+"""Who does not take a connection in so long listens nevertheless."""
+
+
+def connect(sock: sockets.socket, path: str, most_s: float) -> None:
+    """Connect to a Unix socket, and wait so long at most while its queue is full. With Python's own
+    timeout a connect to a full queue fails at once.
+
+    Raises: BlockingIOError: it stays full; OSError.
+    """
+    timeout = struct.pack("ll", *divmod(int(most_s * 1e6), 1_000_000))
+    sock.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDTIMEO, timeout)
+    sock.connect(path)
+
+
 class Places(NamedTuple):
     """Where sockets are. private: the directory of a user who has no runtime directory."""
 
@@ -140,7 +155,9 @@ def remove_stale_socket(path: str) -> None:
         )
     with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as attempt:
         try:
-            attempt.connect(path)
+            connect(attempt, path, LISTENS_S)
+        except BlockingIOError:
+            pass  # its queue is full
         except OSError:
             os.unlink(path)
             return

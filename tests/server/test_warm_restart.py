@@ -27,7 +27,7 @@ from ffserve import protocol
 from ffserve.cache.inventory import NAME, SHARD, Inventory
 from ffserve.client.daemon.shared_memory import DaemonSource
 from ffserve.config import ServerConfig
-from ffserve.errors import AccessDenied, ReadError, ServerUnavailable
+from ffserve.errors import AccessDenied, ReadError, ServerUnavailable, UsageError
 from ffserve.server.life import handover
 from ffserve.server.life.daemon import EXIT_FAULT
 from ffserve.server.life.restart import MOST_ATTEMPTS, PAGE_NAME, take
@@ -810,6 +810,32 @@ def test_no_handover_without_a_daemon_or_under_a_service_manager(paths: list[str
         assert heir.returncode == 2 and "service manager" in output
         with service.open(paths[0]) as reader:
             assert contents(reader) == SAMPLES
+
+
+@pytest.mark.check
+def test_a_handover_failed_at_once_while_many_clients_were_connecting(paths: list[str]) -> None:
+    """And said that no daemon serves the socket."""
+    over = r"stopping: \d+ clients, another daemon takes over"
+    with serving(expect=[over]) as daemon, contextlib.ExitStack() as stack:
+        os.kill(daemon.pid, signal.SIGSTOP)
+        with contextlib.suppress(BlockingIOError):
+            while True:  # until the queue is full
+                client = stack.enter_context(socket.socket(socket.AF_UNIX))
+                client.setblocking(False)
+                client.connect(daemon.socket)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(handover, "CONNECT_TIMEOUT_S", 0.1)
+            with pytest.raises(UsageError, match="took no connection") as caught:
+                handover.take_from(daemon.socket)
+        assert caught.value.hint is not None and "overloaded" in caught.value.hint
+        with taking_over(daemon) as heir:
+            time.sleep(1.0)
+            assert heir.poll() is None
+            os.kill(daemon.pid, signal.SIGCONT)
+            stack.close()
+            assert daemon.process is not None and daemon.process.wait(DEADLINE_S) == 0
+            daemon.process = None
+            assert heir.poll() is None
 
 
 @pytest.mark.check

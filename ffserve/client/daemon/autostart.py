@@ -24,7 +24,7 @@ from typing import BinaryIO
 from ffserve.disk.files import os_error, wrap_os_error
 from ffserve.errors import AccessDenied, ServerUnavailable, UsageError
 from ffserve.store.directory import default_directory
-from ffserve.system.socket_path import prepare_socket_directory
+from ffserve.system.socket_path import LISTENS_S, connect, prepare_socket_directory
 
 IDLE_TIMEOUT_S = 600
 """How long a daemon that was started here stays after its last client."""
@@ -111,11 +111,10 @@ def _lock(directory: str, path: str, deadline: float) -> Iterator[bool]:
 
 def _answers(path: str) -> bool:
     with socket.socket(socket.AF_UNIX) as attempt:
-        attempt.settimeout(1.0)
         try:
-            attempt.connect(path)
-        except TimeoutError:
-            return True  # its backlog is full
+            connect(attempt, path, LISTENS_S)
+        except BlockingIOError:
+            return True  # its queue is full
         except OSError:
             return False
         return True

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 import sys
 import time
 import weakref
@@ -21,7 +20,7 @@ from ffserve.client.daemon.mapped_memory import Memories, UnmappedError, check_p
 from ffserve.errors import FFServeError, ProtocolError, ServerUnavailable
 from ffserve.protocol import Message
 from ffserve.system.memfd import lock_byte
-from ffserve.system.socket_path import MAX_SOCKET_PATH
+from ffserve.system.socket_path import MAX_SOCKET_PATH, connect
 
 CONNECT_TIMEOUT_S = 5.0
 
@@ -200,10 +199,7 @@ def _cut(text: str, most: int) -> str:
 def _connect(path: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        # With Python's own timeout a connect to a full backlog fails at once.
-        timeout = struct.pack("ll", *divmod(int(CONNECT_TIMEOUT_S * 1e6), 1_000_000))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
-        sock.connect(path)
+        connect(sock, path, CONNECT_TIMEOUT_S)
     except OSError as error:
         sock.close()
         if len(os.fsencode(path)) > MAX_SOCKET_PATH:

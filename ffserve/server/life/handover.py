@@ -24,7 +24,7 @@ from ffserve.errors import (
     UsageError,
 )
 from ffserve.server.users.peers import Peer
-from ffserve.system.socket_path import Credentials
+from ffserve.system.socket_path import Credentials, connect
 
 LISTENER, LOCK = "listener", "lock"
 """The names of the listening socket and of the lock on its path."""
@@ -75,15 +75,21 @@ def take_from(path: str) -> tuple[socket.socket, int, dict[str, int]]:
 def _frames(path: str) -> Iterator[tuple[list[str], list[int]]]:
     """Yield names and descriptors, which become the caller's."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as sock:
-        sock.settimeout(CONNECT_TIMEOUT_S)
         try:
-            sock.connect(path)
+            connect(sock, path, CONNECT_TIMEOUT_S)
+        except BlockingIOError as error:
+            raise UsageError(
+                f"the daemon on this socket took no connection for {CONNECT_TIMEOUT_S:.0f} s",
+                path=path,
+                hint="see by `ffserve status` whether it is stopped or overloaded, and try again",
+            ) from error
         except OSError as error:
             raise UsageError(
                 f"no daemon serves this socket: {error.strerror or error}",
                 path=path,
                 hint="start the daemon without --handover",
             ) from error
+        sock.settimeout(CONNECT_TIMEOUT_S)
         uid = Credentials.of(sock).uid
         if uid != os.geteuid():
             raise UsageError(
