@@ -20,7 +20,7 @@ from typing import Any
 from allocator import used_size
 
 from ffserve.client.local import local_chunks, window_reads
-from ffserve.limits import BOUNCES_KEPT, OWN_SIZE, TABLE_SAMPLE_SIZE
+from ffserve.limits import BOUNCES_KEPT, ORIGIN_THREADS, OWN_SIZE, TABLE_SAMPLE_SIZE
 
 MIB = 1 << 20
 
@@ -57,16 +57,19 @@ GROWTH: dict[str, tuple[Callable[[list[float]], float], float, int]] = {
 more: an arena is 64 to 192 MiB by chance. RSS, PSS and private memory are recorded and not judged:
 they count pages that others map or not, and what malloc keeps."""
 KNOWN = {
-    "client alone": 64 * MIB
+    ("client alone", "used"): 64 * MIB
     + local_chunks.KEPT_SIZE
     + local_chunks.REUSED_SIZE
-    + 2 * window_reads.AHEAD_SIZE
+    + 2 * window_reads.AHEAD_SIZE,
+    ("client remote", "descriptors"): 24 + 2 * ORIGIN_THREADS,
+    ("client replaced", "descriptors"): 24 + 2 * ORIGIN_THREADS,
 }
 """What a kind of process may use: itself and the limits of its caches, which fill up. Of these
 200 MiB a client took 80 to 155 over seven minutes: 30 for the tables of its files, 17 for their
 chunks, 33 for Python's own allocator (28 at first, with as many objects), the rest for windows, the
 program, and pages that malloc keeps: those that were never written to count as free and take none,
-so that a young process seems to use less."""
+so that a young process seems to use less. A client that has read remote files by itself, while its
+daemon was away, keeps the connections to their origin and to a cache."""
 QUIET_SIZE = 16 * MIB
 """A quiet daemon may use this much more than OWN_SIZE, besides tables and buffers for reads: 256
 jobs, counters, log lines, and the pieces that Python's own allocator keeps."""
@@ -175,7 +178,7 @@ def growth(thirds: dict[str, dict[str, list[float]]]) -> list[str]:
     for name, quantities in thirds.items():
         for quantity, (_, factor, more) in GROWTH.items():
             _, second, last = quantities[quantity]
-            known = KNOWN.get(name.partition(".")[0], 0) if quantity == "used" else 0
+            known = KNOWN.get((name.partition(".")[0], quantity), 0)
             if last > max(second * factor + more, known):
                 found.append(f"{quantity} of {name}: {second:.0f} in the second third, {last:.0f}")
     return found
