@@ -139,13 +139,16 @@ def test_the_files_of_a_hit(tmp_path: Path) -> None:
         indices = np.arange(10)
         for read in (reader.read_batch, reader.read):
             read(indices)
-            files.clear()
-            sys.setprofile(note)
-            try:
-                read(indices)
-            finally:
-                sys.setprofile(None)
-            assert files == {
+            passed = []
+            for _ in range(3):  # now and then a read also tells the daemon what was used
+                files.clear()
+                sys.setprofile(note)
+                try:
+                    read(indices)
+                finally:
+                    sys.setprofile(None)
+                passed.append(set(files))
+            assert min(passed, key=len) == {
                 "reader.py",
                 "client/daemon/shared_memory.py",
                 "engine/shm.py",
