@@ -60,6 +60,7 @@ class SecondReader:
         self._directory = directory
         self._ended = ended
         self._threads = UserThreads("ffserve-second-read", _ANY)
+        self._closed = False
         self.in_flight = 0
         """Loads with samples that are being read again."""
 
@@ -102,6 +103,8 @@ class SecondReader:
 
     def _end(self, load: Load, outcome: Outcome) -> None:
         self.in_flight -= 1
+        if self._closed:  # and so are the engines
+            return
         right, failures = outcome
         load.right += right
         load.failures.update(failures)
@@ -109,4 +112,5 @@ class SecondReader:
 
     def close(self) -> None:
         """End the threads."""
+        self._closed = True
         self._threads.close(wait=True)
