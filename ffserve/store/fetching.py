@@ -402,13 +402,13 @@ class Fetcher:
         *,
         here: bool = False,
     ) -> dict[int, Future[Outcomes]]:
-        """Ask for blocks; return at once.
+        """Ask for blocks; return at once, unless they are fetched here.
 
         Args:
             blocks: neighbours that follow each other here have one future.
             due: NOW, or when they will be needed: the soonest is fetched first.
-            use: as of `Store.reserve`. here: the calling thread fetches those that nobody has
-            asked for, and returns then.
+            use: as of `Store.reserve`.
+            here: the calling thread fetches those whose fetch has not begun, and returns then.
         Returns: a future of each; its exception is an FFServeError.
         """
         threads, stored = self._of(opened), opened.stored
