@@ -100,6 +100,11 @@ class Breaker:
         self._known = False
         """Whether it has ever answered."""
 
+    @property
+    def works(self) -> bool:
+        """Whether the last call was answered."""
+        return not self._failures
+
     def call(self, attempt: Callable[[], T]) -> T:
         """Return the result of a call of the origin, made again while that may help.
 

@@ -516,9 +516,18 @@ class RemoteFile:
                 same = self._checked(content, facts, start, end)
         if same is None and not self._same(identify(self.identity.url, self._access)):
             raise OriginError(changed(self.identity.url), again=False)
-        with self._lock:
-            self._free.append((0 if file.shared else threading.get_ident(), file))
+        self._put_back(file)
         return content
+
+    def send(self, start: int, end: int) -> bool:
+        """Send the request for bytes that `read` is called for later, if a connection is open;
+        return whether it was sent. What fails is reported by `read`."""
+        sent = False
+        with contextlib.suppress(Exception):
+            file = self._take()
+            sent = file.send is not None and not self.is_cached and file.send(start, end)
+            self._put_back(file)
+        return sent
 
     def prove(self) -> None:
         """Ask the origin whether this version may be read, unless it has shown that.
@@ -616,6 +625,10 @@ class RemoteFile:
             place = next((k for k, (owner, _) in enumerate(self._free) if owner in mine), None)
             file = None if place is None else self._free.pop(place)[1]
         return self._open() if file is None else file
+
+    def _put_back(self, file: OpenVersion) -> None:
+        with self._lock:
+            self._free.append((0 if file.shared else threading.get_ident(), file))
 
     def _open(self) -> OpenVersion:
         identity = self.identity

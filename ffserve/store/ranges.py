@@ -20,7 +20,7 @@ from ffserve.formats.base import ReadAt
 from ffserve.limits import ASKED_AT_ONCE, OPENED_AT_ONCE
 from ffserve.store import urls
 from ffserve.store.directory import BLOCK_SIZE
-from ffserve.store.fetching import NOW, Outcome, call, threads_of
+from ffserve.store.fetching import NOW, Outcome, breaker_of, call, threads_of
 from ffserve.store.origin import ObjectVersion, RemoteFile
 from ffserve.store.schemes import scheme_of
 
@@ -83,6 +83,12 @@ class RangedObject:
 
     def _fetch(self, start: int, end: int, direct: bool) -> bytes:
         return call(self.identity.url, partial(self._remote.read, start, end, direct=direct))
+
+    def send_head(self) -> bool:
+        """Send the request of `head`, if a connection is open; return whether `head` finds it."""
+        ready = bool(self._head) or not self.size
+        works = breaker_of(self.identity.url).works
+        return ready or (works and self._remote.send(0, min(HEAD_SIZE, self.size)))
 
     def head(self) -> bytes:
         """Return the first HEAD_SIZE bytes, which the next `read_at` has then.
@@ -180,8 +186,13 @@ def at_once(
     Args: some: URLs of the items. most: how many at the same time, if their schemes allow it.
     Raises: the error of the first that failed.
     """
+    return in_threads(call, items, min(most, most_at_once(some)))
+
+
+def most_at_once(some: Sequence[str]) -> int:
+    """Return how many of some URLs may be opened at the same time."""
     places = {url.partition("://")[0] + "://" for url in some}
-    return in_threads(call, items, min([most, *(scheme_of(url).at_once for url in places)]))
+    return min([OPENED_AT_ONCE, *(scheme_of(url).at_once for url in places)])
 
 
 def in_threads(call: Callable[[T], R], items: Sequence[T], most: int) -> list[R]:

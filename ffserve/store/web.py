@@ -41,6 +41,7 @@ _WAITS = 4
 """A call that receives a long part waits for a time in all, and returns what came. After so many
 calls in which nothing came the origin is silent."""
 _MOST_HOPS = 5
+_ELSEWHERE = 301, 302, 303, 307, 308
 _Proxy: TypeAlias = tuple[str, int, dict[str, str]]
 """Host, port, and the headers that it needs."""
 _PLAIN = re.compile(r"(https?://[A-Za-z0-9.:-]+)(/[A-Za-z0-9._~%/+-]*(?:\?[A-Za-z0-9._~%/&=+-]+)?)")
@@ -273,6 +274,122 @@ class Answer:
             self._connection.close()
 
 
+class Request:
+    """A request. One thread at a time uses it.
+
+    Args:
+        body: if it is in parts, its length is among the headers. follow: whether to go where the
+            origin leads; no header that may be a secret goes to another one.
+    Raises: ValueError.
+    """
+
+    def __init__(
+        self,
+        web: Web,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes | Iterable[bytes] = b"",
+        *,
+        follow: bool = False,
+    ) -> None:
+        self._connection: http.client.HTTPConnection | None = None
+        """By which it was sent."""
+        self._web, self._method, self._body, self._follow = web, method, body, follow
+        self._prepare(url, headers)
+
+    def _prepare(self, url: str, headers: Mapping[str, str]) -> None:
+        self._url, self._headers, self._to = url, headers, (to := address_of(url))
+        self._proxy = proxy = self._web.proxy_of(to)
+        path, body, names = to.path, self._body, {*map(str.lower, headers)}
+        usual = {"Host": to.place, "User-Agent": "ffserve", "Accept-Encoding": "identity"}
+        if isinstance(body, bytes) and (body or self._method in ("POST", "PUT")):
+            usual["Content-Length"] = str(len(body))
+        if proxy is not None and not to.tls:
+            path, usual = f"http://{to.place}{path}", {**usual, **proxy[2]}
+        lines = [f"{name}: {text}" for name, text in usual.items() if name.lower() not in names]
+        lines += [f"{name}: {text}" for name, text in headers.items()]
+        if any("\r" in line or "\n" in line for line in lines):
+            raise ValueError("a header has more than one line")
+        self._head = "\r\n".join([f"{self._method} {path} HTTP/1.1", *lines, "", ""]).encode()
+
+    def send(self) -> bool:
+        """Send it by a connection that is open already; return whether there is one.
+
+        Raises: OSError.
+        """
+        connection = self._web.kept(self._to)
+        return connection is not None and self._send(connection)
+
+    def _send(self, connection: http.client.HTTPConnection | None) -> bool:
+        """Send it. Args: connection: one that is open; None: a new one."""
+        self._used = connection is not None
+        connection = connection or self._web.new_connection(self._to, self._proxy)
+        body = self._body
+        try:
+            if not self._used:
+                self._web.connect(connection)
+            connection.sock.sendall(self._head)
+            for part in (body,) if isinstance(body, bytes) else body:
+                if part:
+                    connection.sock.sendall(part)
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, BlockingIOError):  # of a request that it does not take
+                raise TimeoutError("timed out") from None
+            if not self._is_closed(error):
+                raise
+            return False
+        self._connection = connection
+        return True
+
+    def _is_closed(self, error: BaseException) -> bool:
+        """Whether the origin closed the connection while nobody used it, and has not seen the
+        request."""
+        closed = isinstance(error, (ConnectionResetError, BrokenPipeError))
+        return self._used and closed and self._method in ("GET", "HEAD")
+
+    def answer(self) -> Answer:
+        """Return the answer, whatever its status, to the request, which is sent unless it was.
+
+        Raises: ValueError, OSError.
+        """
+        for _ in range(_MOST_HOPS):
+            with _plain_errors():
+                answer = self._answer()
+            place, to = answer.headers.get("location"), self._to
+            if not self._follow or place is None or answer.status not in _ELSEWHERE:
+                return answer
+            answer.read(io.DEFAULT_BUFFER_SIZE)
+            answer.close()
+            url, headers = urljoin(self._url, place).partition("#")[0], self._headers
+            if address_of(url)[:3] != to[:3]:
+                headers = {
+                    name: text for name, text in headers.items() if name.lower() in KEPT_HEADERS
+                }
+            self._prepare(url, headers)
+        raise ConnectionError("the origin redirects without end")
+
+    def _answer(self) -> Answer:
+        while True:
+            if self._connection is None and not self._send(self._web.kept(self._to)):
+                continue
+            connection, self._connection = self._connection, None
+            assert connection is not None
+            try:
+                return Answer(self._web, self._to, connection, self._method)
+            except BaseException as error:
+                if isinstance(error, BlockingIOError):
+                    raise TimeoutError("timed out") from None
+                if not self._is_closed(error):
+                    raise
+
+    def __del__(self) -> None:
+        """Nobody wants the answer."""
+        if self._connection is not None:
+            self._connection.close()
+
+
 class Web:
     """Connections to origins. Threads may call it.
 
@@ -307,64 +424,20 @@ class Web:
         *,
         follow: bool = False,
     ) -> Answer:
-        """Return the answer to a request, whatever its status.
+        """Return the answer to a `Request`. Raises: ValueError, OSError."""
+        return Request(self, method, url, headers, body, follow=follow).answer()
 
-        Args: body: if it is in parts, its length is among the headers. follow: whether to go where
-            the origin leads; no header that may be a secret goes to another one.
-        Raises: ValueError, OSError.
-        """
-        for _ in range(_MOST_HOPS):
-            to = address_of(url)
-            with _plain_errors():
-                answer = self._ask(method, to, headers, body)
-            place = answer.headers.get("location")
-            if not follow or place is None or answer.status not in (301, 302, 303, 307, 308):
-                return answer
-            answer.read(io.DEFAULT_BUFFER_SIZE)
-            answer.close()
-            url = urljoin(url, place).partition("#")[0]
-            if address_of(url)[:3] != to[:3]:
-                headers = {
-                    name: text for name, text in headers.items() if name.lower() in KEPT_HEADERS
-                }
-        raise ConnectionError("the origin redirects without end")
+    def proxy_of(self, to: WebAddress) -> _Proxy | None:
+        """Return the proxy by which an address is reached, if any."""
+        return self._proxy_of(to.tls, to.place)
 
-    def _ask(
-        self, method: str, to: WebAddress, headers: Mapping[str, str], body: bytes | Iterable[bytes]
-    ) -> Answer:
-        path, proxy, names = to.path, self._proxy_of(to.tls, to.place), {*map(str.lower, headers)}
-        usual = {"Host": to.place, "User-Agent": "ffserve", "Accept-Encoding": "identity"}
-        if isinstance(body, bytes) and (body or method in ("POST", "PUT")):
-            usual["Content-Length"] = str(len(body))
-        if proxy is not None and not to.tls:
-            path, usual = f"http://{to.place}{path}", {**usual, **proxy[2]}
-        lines = [f"{name}: {text}" for name, text in usual.items() if name.lower() not in names]
-        lines += [f"{name}: {text}" for name, text in headers.items()]
-        if any("\r" in line or "\n" in line for line in lines):
-            raise ValueError("a header has more than one line")
-        head = "\r\n".join([f"{method} {path} HTTP/1.1", *lines, "", ""]).encode()
-        while True:
-            connection = self._idle_one(to) or self.new_connection(to, proxy)
-            used = connection.sock is not None
-            try:
-                if not used:
-                    connection.connect()
-                    _limit(connection.sock, self._silent_s)
-                connection.sock.sendall(head)
-                for part in (body,) if isinstance(body, bytes) else body:
-                    if part:
-                        connection.sock.sendall(part)
-                return Answer(self, to, connection, method)
-            except BaseException as error:
-                connection.close()
-                if isinstance(error, BlockingIOError):  # of a request that it does not take
-                    raise TimeoutError("timed out") from None
-                # The origin closed it while nobody used it, and has not seen the request.
-                closed = isinstance(error, (ConnectionResetError, BrokenPipeError))
-                if not (used and closed and method in ("GET", "HEAD")):
-                    raise
+    def connect(self, connection: http.client.HTTPConnection) -> None:
+        """Open a connection. Raises: OSError, HTTPException."""
+        connection.connect()
+        _limit(connection.sock, self._silent_s)
 
-    def _idle_one(self, to: WebAddress) -> http.client.HTTPConnection | None:
+    def kept(self, to: WebAddress) -> http.client.HTTPConnection | None:
+        """Return an open connection that nobody uses, if there is one."""
         while True:
             with self._lock:
                 free = self._idle.get(to[:3])

@@ -30,7 +30,7 @@ from ffserve.store.schemes.scheme import (
     listing_too_long,
     set_variables,
 )
-from ffserve.store.web import Answer, MissingError, StatusError, Web
+from ffserve.store.web import Answer, MissingError, Request, StatusError, Web
 
 Facts: TypeAlias = dict[str, Any]
 _ERROR_SIZE = 64 << 10
@@ -111,18 +111,26 @@ class WebFiles:
         """Return the answer to a request, which is a success. Raises: as `info`."""
         while True:
             used = self.credentials.options
-            answer = self.send(used, method, path, query or {}, headers or {}, body())
-            if answer.status < 300:
+            made = self.new_request(used, method, path, query or {}, headers or {}, body())
+            if (answer := self.answer(used, made)) is not None:
                 return answer
-            error = refusal(answer)
-            if error.status not in (400, 401, 403) or not self.credentials.renewed(used):
-                raise error
 
-    def send(
+    def answer(self, used: Options, request: Request) -> Answer | None:
+        """Return the answer to a request, which is a success; None: it was signed with options that
+        others have replaced. Raises: as `info`."""
+        answer = request.answer()
+        if answer.status < 300:
+            return answer
+        error = refusal(answer)
+        if error.status not in (400, 401, 403) or not self.credentials.renewed(used):
+            raise error
+        return None
+
+    def new_request(
         self, options: Options, method: str, path: str, query: Mapping[str, str],
         headers: Mapping[str, str], body: bytes | Iterable[bytes],
-    ) -> Answer:  # fmt: skip
-        """Send a request, signed with these options. Raises: OSError, ValueError."""
+    ) -> Request:  # fmt: skip
+        """Return a request, signed with these options. Raises: OSError, ValueError."""
         raise NotImplementedError
 
     def ls(self, path: str, detail: bool = True) -> list[Any]:
@@ -159,10 +167,9 @@ class WebFiles:
     def version(self, path: str, tag: str) -> OpenVersion:
         """Return a version of a file that is read by ranges. tag: "" if it has none."""
         if not tag or tag.startswith("W/"):
-            return OpenVersion(self.ranges(path, {}, {}), shared=True)
+            return Ranges(self, path).opened()
         headers = {"If-Match": f'"{tag}"'}
-        cached = self.cached(path, tag, headers)
-        return OpenVersion(self.ranges(path, {}, headers), True, cached, self.route)
+        return Ranges(self, path, headers=headers).opened(self.cached(path, tag, headers))
 
     def signed(self, options: Options, path: str, tag: str) -> SignedUrl | None:
         """Return a URL by which a version of a file is read without credentials in headers; None:
@@ -186,22 +193,12 @@ class WebFiles:
             answer = network.get(signed.url, {**headers, "Range": f"bytes={start}-{end - 1}"})
             if answer.status >= 300:
                 raise refusal(answer)
-            return self._range_of(answer, start, end)
+            return self.range_of(answer, start, end)
 
         return fetch
 
-    def ranges(
-        self, path: str, query: Mapping[str, str], headers: Mapping[str, str]
-    ) -> Callable[[int, int], tuple[bytes, Facts | None]]:
-        """Return what fetches ranges, as of `OpenVersion`, by requests like this one."""
-
-        def fetch(start: int, end: int) -> tuple[bytes, Facts | None]:
-            asked = {**headers, "Range": f"bytes={start}-{end - 1}"}
-            return self._range_of(self.ask("GET", path, query, asked), start, end)
-
-        return fetch
-
-    def _range_of(self, answer: Answer, start: int, end: int) -> tuple[bytes, Facts]:
+    def range_of(self, answer: Answer, start: int, end: int) -> tuple[bytes, Facts]:
+        """Return the bytes of an answer to a range, as of `OpenVersion`. Raises: as `info`."""
         found = self.facts(answer)
         if found["start"] is not None:
             if found["start"] != start:
@@ -229,6 +226,44 @@ class WebFiles:
             "ETag": headers.get("etag", ""),
             "LastModified": headers.get("last-modified", ""),
         }
+
+
+class Ranges:
+    """Fetches ranges of a file, as of `OpenVersion`, by requests like one another."""
+
+    def __init__(
+        self,
+        files: WebFiles,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self._files, self._path = files, path
+        self._query, self._headers = query or {}, headers or {}
+        self._sent: dict[tuple[int, int], tuple[Options, Request]] = {}
+
+    def opened(self, cached: Any = None) -> OpenVersion:
+        """Return the version. Args: cached: as of it."""
+        return OpenVersion(self.fetch, True, self.send, cached, self._files.route)
+
+    def send(self, start: int, end: int) -> bool:
+        """As of `OpenVersion`."""
+        used = self._files.credentials.options
+        request = self._files.new_request(used, *self._request(start, end), b"")
+        if sent := request.send():
+            self._sent[start, end] = used, request
+        return sent
+
+    def fetch(self, start: int, end: int) -> tuple[bytes, Facts]:
+        """Return bytes, and what is known of the file. Raises: StatusError, OSError, ValueError."""
+        sent = self._sent.pop((start, end), None)
+        answer = None if sent is None else self._files.answer(*sent)
+        answer = answer or self._files.ask(*self._request(start, end))
+        return self._files.range_of(answer, start, end)
+
+    def _request(self, start: int, end: int) -> tuple[str, str, Mapping[str, str], dict[str, str]]:
+        asked = {**self._headers, "Range": f"bytes={start}-{end - 1}"}
+        return "GET", self._path, self._query, asked
 
 
 def _matches(pattern: Sequence[str], name: str) -> bool:

@@ -184,8 +184,13 @@ class ShardFiles:
         self.share = 1.0
         """Of the data that is read through the page cache."""
 
-    def add(self, path: str, fd: int, device: int, fingerprint: int) -> None:
+    def add(
+        self, path: str, fd: int, device: int, fingerprint: int, *, remote: bool = False
+    ) -> None:
         """Take an open file, which is on this device; it is closed by `close`."""
+        if remote:
+            self._files.append(_File(path, fd, device, fingerprint, in_memory=True))
+            return
         self._files.append(_File(path, fd, device, fingerprint, in_memory(fd)))
         # With O_NONBLOCK io_uring fails a read where it would wait.
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)

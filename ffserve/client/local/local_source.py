@@ -137,8 +137,9 @@ class LocalSource:
             raise
         self._members = [tables.members for tables in parsed]
         self._states = [(state, t.scanned) for state, t in zip(states, parsed, strict=True)]
-        for path, fd, status, tables in zip(paths, fds, statuses, parsed, strict=True):
-            self._files.add(path, fd, status.st_dev, tables.fingerprint)
+        for k, (path, fd, status) in enumerate(zip(paths, fds, statuses, strict=True)):
+            about = status.st_dev, parsed[k].fingerprint
+            self._files.add(path, fd, *about, remote=k in self._remote)
         self.layout, self.count = self._samples.layout, self._samples.layout.count
         self.shards, self.fingerprint = self._samples.shards, self._samples.fingerprint
         self._plain = not self._samples.chunked and not self._samples.truncated

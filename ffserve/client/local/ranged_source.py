@@ -30,7 +30,6 @@ from ffserve.dtypes import Bytes, Int64s
 from ffserve.errors import FormatError
 from ffserve.formats.base import Heads
 from ffserve.formats.ffrecord import FFRecordShard
-from ffserve.limits import OPENED_AT_ONCE
 from ffserve.reads import chunks
 from ffserve.reads.fetched import FetchedFile, FetchingEngine
 from ffserve.reads.records import BatchEngine
@@ -38,11 +37,8 @@ from ffserve.reads.shard_tables import SMALL_SIZE, How, OpenFiles, Tables, read_
 from ffserve.store.fetching import NOW, Threads, identity_of
 from ffserve.store.object_tables import parsed
 from ffserve.store.origin import ObjectVersion
-from ffserve.store.ranges import RangedObject, at_once
+from ffserve.store.ranges import RangedObject, at_once, in_threads, most_at_once
 from ffserve.store.urls import is_url
-
-MOST_TOGETHER = 16
-"""One thread reads the heads of this many files at most before it parses them together."""
 
 
 class RangedSource(LocalSource):
@@ -71,11 +67,8 @@ class RangedSource(LocalSource):
         systems: dict[str, Any] = {}
         objects = [RangedObject(identity, systems=systems) for identity in self.identities]
         how = How(format, verify, tolerant, MAX_CHUNK_SIZE)
-        # Few files are opened one by one: each group waits for the heads of all of its files.
-        size = min(len(urls) // (16 * OPENED_AT_ONCE) + 1, MOST_TOGETHER)
-        groups = [objects[low : low + size] for low in range(0, len(objects), size)]
-        parsed = at_once(lambda some: _parsed(some, how, seen), groups, urls)
-        self._parsed = dict(zip(urls, itertools.chain.from_iterable(parsed), strict=True))
+        parsed = _all_parsed(objects, how, seen, most_at_once(urls))
+        self._parsed = dict(zip(urls, parsed, strict=True))
         by_url = dict(zip(urls, objects, strict=True))
         self.objects = [by_url.get(path) for path in paths]
         """By shard; None: it is local."""
@@ -147,6 +140,29 @@ class RangedSource(LocalSource):
                 opened.after_fork()
 
 
+def _all_parsed(
+    objects: list[RangedObject], how: How, seen: Callable[[int], object] | None, most: int
+) -> list[Tables]:
+    """Return the tables of objects, at most so many of which are asked for at the same time.
+
+    Each answer that is read makes room for a request of the next group, so one thread is enough,
+    which nothing keeps from working: threads would wait for the interpreter more than they do. Only
+    connections are opened by many.
+    """
+    found: list[Tables] = []
+    sent = set[int]()
+    groups = [range(low, min(low + most, len(objects))) for low in range(0, len(objects), most)]
+    for group, following in itertools.zip_longest(groups, groups[1:], fillvalue=range(0)):
+        new = [objects[k] for k in group if k not in sent]
+        in_threads(RangedObject.head, new, most)
+        for k in group:
+            objects[k].head()
+            if k + most in following and objects[k + most].send_head():
+                sent.add(k + most)
+        found += _parsed(objects[group.start : group.stop], how, seen)
+    return found
+
+
 def _parsed(
     some: Sequence[RangedObject], how: How, seen: Callable[[int], object] | None
 ) -> list[Tables]:
@@ -158,17 +174,14 @@ def _parsed(
     heads = Heads(content, got, np.array([opened.size for opened in some], np.int64))
     files = OpenFiles.with_heads(heads, [opened.shown for opened in some], how.format)
     together = read_together(files, range(len(some)), how)
-    found: list[Tables] = []
+    left = [k for k in range(len(some)) if k not in together or together[k].scanned is not None]
+    singly = in_threads(lambda k: _singly(some[k], how, seen), left, len(left))
+    together.update(zip(left, singly, strict=True))
     for k, opened in enumerate(some):
-        tables = together.get(k)
-        if tables is None or tables.scanned is not None:
-            tables = _singly(opened, how, seen)
-        else:
-            assert tables.small is not None
-            ends = tables.small.offsets[tables.at : tables.at + tables.count]
-            opened.spare(int(ends[-1]) if tables.count else 0)
-        found.append(tables)
-    return found
+        if (small := together[k].small) is not None:
+            low, count = together[k].at, together[k].count
+            opened.spare(int(small.offsets[low + count - 1]) if count else 0)
+    return [together[k] for k in range(len(some))]
 
 
 def _singly(opened: RangedObject, how: How, seen: Callable[[int], object] | None) -> Tables:

@@ -14,6 +14,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 from urllib.parse import quote, urlencode
 
@@ -21,8 +22,8 @@ from ffserve.limits import MOST_PAGE_SIZE
 from ffserve.store import urls
 from ffserve.store.cache_network import SIGNED_S, SignedUrl
 from ffserve.store.schemes.scheme import OpenVersion, Options, cannot_pass, refuse_others
-from ffserve.store.web import Answer, MissingError, StatusError, Web, address_of
-from ffserve.store.web_files import Facts, Objects, Page, RenewedOptions, WebScheme
+from ffserve.store.web import Answer, MissingError, Request, StatusError, Web, address_of
+from ffserve.store.web_files import Facts, Objects, Page, Ranges, RenewedOptions, WebScheme
 
 _ENDPOINT = "https://storage.googleapis.com"
 _TOKENS = "https://oauth2.googleapis.com/token"
@@ -138,10 +139,10 @@ class GoogleObjects(Objects):
 
     most_put_size = math.inf
 
-    def send(
+    def new_request(
         self, options: Options, method: str, path: str, query: Mapping[str, str],
         headers: Mapping[str, str], body: bytes | Iterable[bytes],
-    ) -> Answer:  # fmt: skip
+    ) -> Request:  # fmt: skip
         given = dict(headers)
         if "user_project" in options:
             query = {**query, "userProject": options["user_project"]}
@@ -149,7 +150,7 @@ class GoogleObjects(Objects):
             given["Authorization"] = f"Bearer {token}"
         endpoint = options.get("endpoint_url", _ENDPOINT).rstrip("/")
         url = f"{endpoint}{path}{'?' if query else ''}{urlencode(query, quote_via=quote)}"
-        return self.web.request(method, url, given, body)
+        return Request(self.web, method, url, given, body)
 
     def _json(self, method: str, path: str, query: Mapping[str, str]) -> Any:
         return json.loads(self.ask(method, path, query).content(MOST_PAGE_SIZE))
@@ -174,16 +175,17 @@ class GoogleObjects(Objects):
     def version(self, path: str, tag: str) -> OpenVersion:
         # Else the origin would decompress what was stored compressed.
         coding = {"Accept-Encoding": "gzip"}
-        read = self.ranges(_place(path), {"alt": "media", "generation": tag}, coding)
+        query = {"alt": "media", "generation": tag}
+        opened = Ranges(self, _place(path), query, coding).opened(self.cached(path, tag, coding))
 
         def fetch(start: int, end: int) -> tuple[bytes, Facts | None]:
             try:
-                return read(start, end)
+                return opened.fetch(start, end)
             except MissingError as error:
                 message = "the origin no longer has this generation of the object"
                 raise StatusError(412, message) from error
 
-        return OpenVersion(fetch, True, self.cached(path, tag, coding), self.route)
+        return replace(opened, fetch=fetch)
 
     def signed(self, options: Options, path: str, tag: str) -> SignedUrl | None:
         if "private_key" not in options and options.keys() & {"token", "refresh_token"}:
