@@ -448,12 +448,22 @@ class Fetcher:
     def prove(self, opened: OpenObject) -> None:
         """Let the origin show that an object may be read: with the first block, if that is missing
         and nobody has asked for it. Raises: FFServeError."""
-        stored = opened.stored
-        if stored.count and stored.state.words[0] != PRESENT and not self.is_asked(opened, 0):
+        if self._shows(opened):
             here = scheme_of(opened.identity.url).at_once > ASKED_AT_ONCE
             self.ask(opened, [0], NOW, None, here=here)[0].result()
         if not opened.remote.proven:
             self.breaker(opened.pool).call(opened.remote.prove)
+
+    def send_proof(self, opened: OpenObject) -> bool:
+        """Send the request of `prove`, if a connection is open; return whether it was sent."""
+        works = self.breaker(opened.pool).works and self._shows(opened)
+        return works and opened.remote.send(0, opened.stored.state.end(0))
+
+    def _shows(self, opened: OpenObject) -> bool:
+        """Whether fetching the first block is to show what its user may read."""
+        stored = opened.stored
+        missing = stored.count and stored.state.words[0] != PRESENT
+        return bool(missing) and not self.is_asked(opened, 0)
 
     def _most(self, opened: OpenObject) -> int:
         """Return how many blocks come by one request; of a cache network each block by itself."""

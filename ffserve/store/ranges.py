@@ -186,11 +186,40 @@ def at_once(
     Args: some: URLs of the items. most: how many at the same time, if their schemes allow it.
     Raises: the error of the first that failed.
     """
-    return in_threads(call, items, min(most, most_at_once(some)))
+    return in_threads(call, items, min(most, _most_at_once(some)))
 
 
-def most_at_once(some: Sequence[str]) -> int:
-    """Return how many of some URLs may be opened at the same time."""
+def pipelined(
+    call: Callable[[T], R],
+    send: Callable[[T], bool],
+    items: Sequence[T],
+    some: Sequence[str],
+    most: int = OPENED_AT_ONCE,
+) -> Iterator[R]:
+    """Yield the results of calls of origins, of which several are answered at the same time.
+
+    The request of a later call is sent when the answer to an earlier one was read. So one thread is
+    enough, and hands the interpreter to nobody, which takes as long as the rest. Where no
+    connection is open, threads open them.
+
+    Args: send: sends the request of a later call; returns whether a connection was open. Others as
+        of `at_once`.
+    Raises: what the calls raise.
+    """
+    most = min(most, _most_at_once(some))
+    sent = set[int]()
+    for low in range(0, len(items), most):
+        group = range(low, min(low + most, len(items)))
+        new = [k for k in group if k not in sent]
+        found = dict(zip(new, in_threads(call, [items[k] for k in new], most), strict=True))
+        for k in group:
+            result = found.pop(k) if k in found else call(items[k])
+            if k + most < len(items) and send(items[k + most]):
+                sent.add(k + most)
+            yield result
+
+
+def _most_at_once(some: Sequence[str]) -> int:
     places = {url.partition("://")[0] + "://" for url in some}
     return min([OPENED_AT_ONCE, *(scheme_of(url).at_once for url in places)])
 

@@ -8,7 +8,6 @@ daemon has.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -30,6 +29,7 @@ from ffserve.dtypes import Bytes, Int64s
 from ffserve.errors import FormatError
 from ffserve.formats.base import Heads
 from ffserve.formats.ffrecord import FFRecordShard
+from ffserve.limits import OPENED_AT_ONCE
 from ffserve.reads import chunks
 from ffserve.reads.fetched import FetchedFile, FetchingEngine
 from ffserve.reads.records import BatchEngine
@@ -37,7 +37,7 @@ from ffserve.reads.shard_tables import SMALL_SIZE, How, OpenFiles, Tables, read_
 from ffserve.store.fetching import NOW, Threads, identity_of
 from ffserve.store.object_tables import parsed
 from ffserve.store.origin import ObjectVersion
-from ffserve.store.ranges import RangedObject, at_once, in_threads, most_at_once
+from ffserve.store.ranges import RangedObject, at_once, pipelined
 from ffserve.store.urls import is_url
 
 
@@ -67,13 +67,21 @@ class RangedSource(LocalSource):
         systems: dict[str, Any] = {}
         objects = [RangedObject(identity, systems=systems) for identity in self.identities]
         how = How(format, verify, tolerant, MAX_CHUNK_SIZE)
-        parsed = _all_parsed(objects, how, seen, most_at_once(urls))
+        parsed: list[Tables] = []
+        heads = pipelined(RangedObject.head, RangedObject.send_head, objects, urls)
+        for k, _ in enumerate(heads, 1):
+            if k % OPENED_AT_ONCE == 0 or k == len(objects):
+                parsed += _parsed(objects[len(parsed) : k], how, seen)
         self._parsed = dict(zip(urls, parsed, strict=True))
         by_url = dict(zip(urls, objects, strict=True))
         self.objects = [by_url.get(path) for path in paths]
         """By shard; None: it is local."""
         self._remote = frozenset(k for k, path in enumerate(paths) if is_url(path))
-        super().__init__(paths, format, verify, tolerant, seen=seen, share=share)
+        self._empty = os.memfd_create("ffserve-remote", os.MFD_CLOEXEC)
+        try:
+            super().__init__(paths, format, verify, tolerant, seen=seen, share=share)
+        finally:
+            os.close(self._empty)
         self._parsed.clear()
         self._plain = False  # nothing is known of what is in memory
         self.description = "ranged reads"
@@ -81,7 +89,7 @@ class RangedSource(LocalSource):
     def _open_file(self, path: str) -> int:
         if not is_url(path):
             return super()._open_file(path)
-        return os.memfd_create("ffserve-remote", os.MFD_CLOEXEC)  # empty: no kernel reads it
+        return os.dup(self._empty)  # no kernel reads it
 
     def _read_tables(
         self, fds: list[int], paths: list[str], sizes: Int64s, how: How
@@ -140,29 +148,6 @@ class RangedSource(LocalSource):
                 opened.after_fork()
 
 
-def _all_parsed(
-    objects: list[RangedObject], how: How, seen: Callable[[int], object] | None, most: int
-) -> list[Tables]:
-    """Return the tables of objects, at most so many of which are asked for at the same time.
-
-    Each answer that is read makes room for a request of the next group, so one thread is enough,
-    which nothing keeps from working: threads would wait for the interpreter more than they do. Only
-    connections are opened by many.
-    """
-    found: list[Tables] = []
-    sent = set[int]()
-    groups = [range(low, min(low + most, len(objects))) for low in range(0, len(objects), most)]
-    for group, following in itertools.zip_longest(groups, groups[1:], fillvalue=range(0)):
-        new = [objects[k] for k in group if k not in sent]
-        in_threads(RangedObject.head, new, most)
-        for k in group:
-            objects[k].head()
-            if k + most in following and objects[k + most].send_head():
-                sent.add(k + most)
-        found += _parsed(objects[group.start : group.stop], how, seen)
-    return found
-
-
 def _parsed(
     some: Sequence[RangedObject], how: How, seen: Callable[[int], object] | None
 ) -> list[Tables]:
@@ -175,7 +160,8 @@ def _parsed(
     files = OpenFiles.with_heads(heads, [opened.shown for opened in some], how.format)
     together = read_together(files, range(len(some)), how)
     left = [k for k in range(len(some)) if k not in together or together[k].scanned is not None]
-    singly = in_threads(lambda k: _singly(some[k], how, seen), left, len(left))
+    urls = [some[k].identity.url for k in left]
+    singly = at_once(lambda k: _singly(some[k], how, seen), left, urls)
     together.update(zip(left, singly, strict=True))
     for k, opened in enumerate(some):
         if (small := together[k].small) is not None:

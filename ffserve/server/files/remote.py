@@ -45,7 +45,7 @@ from ffserve.store.directory import Store, name_of, usual_limit
 from ffserve.store.fetching import MOST_ALIKE, Fetcher, OpenObject, Patience
 from ffserve.store.object_tables import parsed
 from ffserve.store.origin import ObjectVersion
-from ffserve.store.ranges import at_once
+from ffserve.store.ranges import pipelined
 from ffserve.store.schemes import travelling
 from ffserve.store.urls import shown
 
@@ -231,7 +231,8 @@ class RemoteFiles:
             for one in wanted:  # by one thread, since the store opens one at a time
                 found.append(self.open_object(one, peer.owner))
                 found[-1].remote.proven = self.own and new.get(one.place) is not one
-            at_once(prove, found, [one.identity.url for one in wanted], PROVEN_AT_ONCE)
+            some = [one.identity.url for one in wanted]
+            list(pipelined(prove, self.fetcher.send_proof, found, some, PROVEN_AT_ONCE))
         except BaseException:
             self.close(found)
             raise
