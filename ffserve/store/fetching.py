@@ -454,10 +454,10 @@ class Fetcher:
         if not opened.remote.proven:
             self.breaker(opened.pool).call(opened.remote.prove)
 
-    def send_proof(self, opened: OpenObject) -> bool:
-        """Send the request of `prove`, if a connection is open; return whether it was sent."""
+    def send_proof(self, opened: OpenObject) -> object | None:
+        """Send the request of `prove`, as of `OpenVersion`."""
         works = self.breaker(opened.pool).works and self._shows(opened)
-        return works and opened.remote.send(0, opened.stored.state.end(0))
+        return opened.remote.send(0, opened.stored.state.end(0)) if works else None
 
     def _shows(self, opened: OpenObject) -> bool:
         """Whether fetching the first block is to show what its user may read."""

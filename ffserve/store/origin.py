@@ -519,13 +519,14 @@ class RemoteFile:
         self._put_back(file)
         return content
 
-    def send(self, start: int, end: int) -> bool:
-        """Send the request for bytes that `read` is called for later, if a connection is open;
-        return whether it was sent. What fails is reported by `read`."""
-        sent = False
+    def send(self, start: int, end: int) -> object | None:
+        """Send the request for bytes that `read` is called for later, as of `OpenVersion`. What
+        fails is reported by `read`."""
+        sent = None
         with contextlib.suppress(Exception):
             file = self._take()
-            sent = file.send is not None and not self.is_cached and file.send(start, end)
+            if file.send is not None and not self.is_cached:
+                sent = file.send(start, end)
             self._put_back(file)
         return sent
 

@@ -84,11 +84,10 @@ class RangedObject:
     def _fetch(self, start: int, end: int, direct: bool) -> bytes:
         return call(self.identity.url, partial(self._remote.read, start, end, direct=direct))
 
-    def send_head(self) -> bool:
-        """Send the request of `head`, if a connection is open; return whether `head` finds it."""
-        ready = bool(self._head) or not self.size
-        works = breaker_of(self.identity.url).works
-        return ready or (works and self._remote.send(0, min(HEAD_SIZE, self.size)))
+    def send_head(self) -> object | None:
+        """Send the request of `head`, as of `OpenVersion`."""
+        works = self.size and not self._head and breaker_of(self.identity.url).works
+        return self._remote.send(0, min(HEAD_SIZE, self.size)) if works else None
 
     def head(self) -> bytes:
         """Return the first HEAD_SIZE bytes, which the next `read_at` has then.
@@ -191,7 +190,7 @@ def at_once(
 
 def pipelined(
     call: Callable[[T], R],
-    send: Callable[[T], bool],
+    send: Callable[[T], object | None],
     items: Sequence[T],
     some: Sequence[str],
     most: int = OPENED_AT_ONCE,
@@ -202,20 +201,20 @@ def pipelined(
     enough, and hands the interpreter to nobody, which takes as long as the rest. Where no
     connection is open, threads open them.
 
-    Args: send: sends the request of a later call; returns whether a connection was open. Others as
-        of `at_once`.
+    Args: send: sends the request of a later call, as of `OpenVersion`. Others as of `at_once`.
     Raises: what the calls raise.
     """
     most = min(most, _most_at_once(some))
-    sent = set[int]()
+    sent = dict[int, object]()
     for low in range(0, len(items), most):
         group = range(low, min(low + most, len(items)))
-        new = [k for k in group if k not in sent]
+        new = [k for k in group if sent.get(k) is None]
         found = dict(zip(new, in_threads(call, [items[k] for k in new], most), strict=True))
         for k in group:
             result = found.pop(k) if k in found else call(items[k])
-            if k + most < len(items) and send(items[k + most]):
-                sent.add(k + most)
+            sent.pop(k, None)
+            if k + most < len(items):
+                sent[k + most] = send(items[k + most])
             yield result
 
 

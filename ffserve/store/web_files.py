@@ -15,6 +15,7 @@ import math
 import os
 import re
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, NamedTuple, TypeAlias
@@ -240,24 +241,28 @@ class Ranges:
     ) -> None:
         self._files, self._path = files, path
         self._query, self._headers = query or {}, headers or {}
-        self._sent: dict[tuple[int, int], tuple[Options, Request]] = {}
+        self._sent: tuple[tuple[int, int], Options, weakref.ref[Request]] | None = None
 
     def opened(self, cached: Any = None) -> OpenVersion:
         """Return the version. Args: cached: as of it."""
         return OpenVersion(self.fetch, True, self.send, cached, self._files.route)
 
-    def send(self, start: int, end: int) -> bool:
+    def send(self, start: int, end: int) -> Request | None:
         """As of `OpenVersion`."""
         used = self._files.credentials.options
         request = self._files.new_request(used, *self._request(start, end), b"")
-        if sent := request.send():
-            self._sent[start, end] = used, request
-        return sent
+        if not request.send():
+            return None
+        self._sent = (start, end), used, weakref.ref(request)
+        return request
 
     def fetch(self, start: int, end: int) -> tuple[bytes, Facts]:
         """Return bytes, and what is known of the file. Raises: StatusError, OSError, ValueError."""
-        sent = self._sent.pop((start, end), None)
-        answer = None if sent is None else self._files.answer(*sent)
+        answer, sent = None, self._sent
+        if sent is not None and sent[0] == (start, end):
+            self._sent = None
+            if (request := sent[2]()) is not None:
+                answer = self._files.answer(sent[1], request)
         answer = answer or self._files.ask(*self._request(start, end))
         return self._files.range_of(answer, start, end)
 

@@ -25,6 +25,7 @@ from tar_files import archive
 import ffserve
 from ffserve.cli import run
 from ffserve.client.daemon import connection
+from ffserve.client.local.ranged_source import RangedSource
 from ffserve.compat.ffrecord import FileReader
 from ffserve.errors import (
     ChecksumError,
@@ -589,6 +590,57 @@ def test_many_files_are_opened_at_the_same_time(server: HttpOrigin, tmp_path: Pa
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_thread_for_each_file_took_longer_for_the_lock_of_the_interpreter(
+    server: HttpOrigin, tmp_path: Path, ends: bool
+) -> None:
+    """Threads open connections; then one asks for many files before it reads the first answer.
+    Whether the origin keeps connections open or not, each file is asked for once."""
+    count, most = 3 * OPENED_AT_ONCE, OPENED_AT_ONCE
+    many = [
+        server.put(f"n{k:03}.ffr", record_file(tmp_path, "ffrecord", [b"%03d" % k, b"x"]))
+        for k in range(count)
+    ]
+    server.ends = ends
+    names = [f"n{k:03}.ffr" for k in range(2 * most)]
+    server.held.update(names)
+    found: list[bytes] = []
+
+    def opened() -> None:
+        with ffserve.open(many, server="off") as reader:
+            found.extend(map(bytes, reader.read(range(0, 2 * count, 2))))
+
+    thread = threading.Thread(target=opened)
+    thread.start()
+    try:
+        until(lambda: server.answering == most, "the first group is asked for")
+        server.held.difference_update(names[:most])
+        until(
+            lambda: len(server.sent) >= most and server.answering == most,
+            "the second group is asked for",
+        )
+        threads = [each for each in threading.enumerate() if each.name == "ffserve-open"]
+        assert (len(threads) > most // 2) == ends
+    finally:
+        server.held.clear()
+        thread.join(60)
+    assert found == [b"%03d" % k for k in range(count)]
+    assert server.requests["GET"] == 2 * count, "one for its tables, and one for the sample"
+
+
+def test_a_file_that_is_missing_among_many(server: HttpOrigin, tmp_path: Path) -> None:
+    content = record_file(tmp_path, "ffrecord", samples_of(3, 100))
+    many = [server.put(f"n{k:03}.ffr", content) for k in range(2 * OPENED_AT_ONCE)]
+    identities = RangedSource(tuple(many), None, True).identities
+    missing = OPENED_AT_ONCE + 3
+    del server.files[f"n{missing:03}.ffr"]
+    with pytest.raises(FileNotFoundError, match=f"n{missing:03}.ffr"):
+        RangedSource(tuple(many), None, True, identities=identities)
+    server.put(f"n{missing:03}.ffr", content)
+    server.fail_until = time.monotonic() + 0.3
+    assert RangedSource(tuple(many), None, True).count == 3 * len(many)
 
 
 def test_a_small_file_is_opened_by_one_request(server: HttpOrigin, tmp_path: Path) -> None:

@@ -71,6 +71,8 @@ class HttpOrigin:
     """Ranges that were sent as a whole."""
     answering: int = 0
     """Bodies that are on their way."""
+    ends: bool = False
+    """Whether it closes each connection after an answer, without a word."""
     requests: Counter[str] = field(default_factory=Counter)
     who: Counter[str] = field(default_factory=Counter)
     """Requests with a header `X-Who`, by its text."""
@@ -100,7 +102,7 @@ class HttpOrigin:
         """Answer well from now on."""
         self.status = self.cut_after = self.short = 0
         self.fail_until = self.rate = 0.0
-        self.ranges, self.bodies, self.password = True, True, ""
+        self.ranges, self.bodies, self.password, self.ends = True, True, "", False
         self.stalled.clear()
 
     @property
@@ -131,6 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.origin.answering += 1
         try:
             self._answer(body=True)
+            self.close_connection |= self.origin.ends
         finally:
             with self.origin._lock:
                 self.origin.answering -= 1

@@ -64,15 +64,15 @@ class OpenVersion:
         fetch: returns the bytes [start, end), and what is known of the version that they belong to;
             None: its caller looks at the object again. Raises: what the package raises.
         shared: whether threads may use it at the same time.
-        send: sends the request for bytes that `fetch` is called for later, if a connection is open;
-            returns whether one is.
+        send: sends the request for bytes that `fetch` is called for later, if a connection is open.
+            Returns what the caller holds until then; None: it was not sent.
         cached: does the same by a cache of `cache_network.py`, and returns None if that cannot be
             asked. route: whether this cache works.
     """
 
     fetch: Callable[[int, int], tuple[bytes, dict[str, Any] | None]]
     shared: bool = False
-    send: Callable[[int, int], bool] | None = None
+    send: Callable[[int, int], object | None] | None = None
     cached: Callable[[Any, int, int], tuple[bytes, dict[str, Any]] | None] | None = None
     route: Any = None
 
