@@ -274,7 +274,7 @@ class Answer:
             self._connection.close()
 
 
-class Request:
+class WebRequest:
     """A request. One thread at a time uses it.
 
     Args:
@@ -424,8 +424,8 @@ class Web:
         *,
         follow: bool = False,
     ) -> Answer:
-        """Return the answer to a `Request`. Raises: ValueError, OSError."""
-        return Request(self, method, url, headers, body, follow=follow).answer()
+        """Return the answer to a `WebRequest`. Raises: ValueError, OSError."""
+        return WebRequest(self, method, url, headers, body, follow=follow).answer()
 
     def proxy_of(self, to: WebAddress) -> _Proxy | None:
         """Return the proxy by which an address is reached, if any."""

@@ -31,7 +31,7 @@ from ffserve.store.schemes.scheme import (
     listing_too_long,
     set_variables,
 )
-from ffserve.store.web import Answer, MissingError, Request, StatusError, Web
+from ffserve.store.web import Answer, MissingError, StatusError, Web, WebRequest
 
 Facts: TypeAlias = dict[str, Any]
 _ERROR_SIZE = 64 << 10
@@ -116,7 +116,7 @@ class WebFiles:
             if (answer := self.answer(used, made)) is not None:
                 return answer
 
-    def answer(self, used: Options, request: Request) -> Answer | None:
+    def answer(self, used: Options, request: WebRequest) -> Answer | None:
         """Return the answer to a request, which is a success; None: it was signed with options that
         others have replaced. Raises: as `info`."""
         answer = request.answer()
@@ -130,7 +130,7 @@ class WebFiles:
     def new_request(
         self, options: Options, method: str, path: str, query: Mapping[str, str],
         headers: Mapping[str, str], body: bytes | Iterable[bytes],
-    ) -> Request:  # fmt: skip
+    ) -> WebRequest:  # fmt: skip
         """Return a request, signed with these options. Raises: OSError, ValueError."""
         raise NotImplementedError
 
@@ -241,13 +241,13 @@ class Ranges:
     ) -> None:
         self._files, self._path = files, path
         self._query, self._headers = query or {}, headers or {}
-        self._sent: tuple[tuple[int, int], Options, weakref.ref[Request]] | None = None
+        self._sent: tuple[tuple[int, int], Options, weakref.ref[WebRequest]] | None = None
 
     def opened(self, cached: Any = None) -> OpenVersion:
         """Return the version. Args: cached: as of it."""
         return OpenVersion(self.fetch, True, self.send, cached, self._files.route)
 
-    def send(self, start: int, end: int) -> Request | None:
+    def send(self, start: int, end: int) -> WebRequest | None:
         """As of `OpenVersion`."""
         used = self._files.credentials.options
         request = self._files.new_request(used, *self._request(start, end), b"")

@@ -19,7 +19,7 @@ from urllib.parse import quote, urlencode
 from ffserve.store import urls
 from ffserve.store.cache_network import SIGNED_S, SignedUrl
 from ffserve.store.schemes.scheme import Options, cannot_pass, refuse_others
-from ffserve.store.web import Request, StatusError, Web, address_of
+from ffserve.store.web import StatusError, Web, WebRequest, address_of
 from ffserve.store.web_files import Objects, Page, RenewedOptions, WebScheme, text
 
 _ACCOUNT = re.compile(r"[a-z0-9]{3,24}")
@@ -181,7 +181,7 @@ class AzureObjects(Objects):
     def new_request(
         self, options: Options, method: str, path: str, query: Mapping[str, str],
         headers: Mapping[str, str], body: bytes | Iterable[bytes],
-    ) -> Request:  # fmt: skip
+    ) -> WebRequest:  # fmt: skip
         asked = urlencode(query, quote_via=quote)
         if signature := options.get("sas_token", "").lstrip("?"):
             asked += f"{'&' if asked else ''}{signature}"
@@ -191,7 +191,7 @@ class AzureObjects(Objects):
             given["Authorization"] = _signed(options, method, url, query, given)
         elif token := options.get("token"):
             given["Authorization"] = f"Bearer {token}"
-        return Request(self.web, method, url, given, body)
+        return WebRequest(self.web, method, url, given, body)
 
     def signed(self, options: Options, path: str, tag: str) -> SignedUrl | None:
         url = f"{self._address}/{quote(path, safe='/~')}"

@@ -22,7 +22,7 @@ from ffserve.limits import MOST_PAGE_SIZE
 from ffserve.store import urls
 from ffserve.store.cache_network import SIGNED_S, SignedUrl
 from ffserve.store.schemes.scheme import OpenVersion, Options, cannot_pass, refuse_others
-from ffserve.store.web import Answer, MissingError, Request, StatusError, Web, address_of
+from ffserve.store.web import Answer, MissingError, StatusError, Web, WebRequest, address_of
 from ffserve.store.web_files import Facts, Objects, Page, Ranges, RenewedOptions, WebScheme
 
 _ENDPOINT = "https://storage.googleapis.com"
@@ -142,7 +142,7 @@ class GoogleObjects(Objects):
     def new_request(
         self, options: Options, method: str, path: str, query: Mapping[str, str],
         headers: Mapping[str, str], body: bytes | Iterable[bytes],
-    ) -> Request:  # fmt: skip
+    ) -> WebRequest:  # fmt: skip
         given = dict(headers)
         if "user_project" in options:
             query = {**query, "userProject": options["user_project"]}
@@ -150,7 +150,7 @@ class GoogleObjects(Objects):
             given["Authorization"] = f"Bearer {token}"
         endpoint = options.get("endpoint_url", _ENDPOINT).rstrip("/")
         url = f"{endpoint}{path}{'?' if query else ''}{urlencode(query, quote_via=quote)}"
-        return Request(self.web, method, url, given, body)
+        return WebRequest(self.web, method, url, given, body)
 
     def _json(self, method: str, path: str, query: Mapping[str, str]) -> Any:
         return json.loads(self.ask(method, path, query).content(MOST_PAGE_SIZE))

@@ -12,7 +12,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 from ffserve.limits import MOST_PAGE_SIZE
 from ffserve.store.cache_network import SignedUrl
 from ffserve.store.schemes.scheme import Options, listing_too_long, refuse_others, without_none
-from ffserve.store.web import Request, StatusError, Web
+from ffserve.store.web import StatusError, Web, WebRequest
 from ffserve.store.web_files import Facts, RenewedOptions, WebFiles, WebScheme
 
 _LINK = re.compile(r"""<a\s(?:[^>]*?\s)?href=["']([^"']+)""", re.IGNORECASE)
@@ -53,14 +53,14 @@ class HttpFiles(WebFiles):
     def new_request(
         self, options: Options, method: str, path: str, query: Mapping[str, str],
         headers: Mapping[str, str], body: bytes | Iterable[bytes],
-    ) -> Request:  # fmt: skip
+    ) -> WebRequest:  # fmt: skip
         # Sizes and offsets are those of the file, not of its compressed form.
         given = {**options.get("headers", {}), "Accept-Encoding": "identity", **headers}
         parts = urlsplit(path)
         if parts.username:
             user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             given.setdefault("Authorization", f"Basic {b64encode(user.encode()).decode()}")
-        return Request(self.web, method, path, given, body, follow=True)
+        return WebRequest(self.web, method, path, given, body, follow=True)
 
     def signed(self, options: Options, path: str, tag: str) -> SignedUrl | None:
         parts = urlsplit(path)

@@ -20,7 +20,7 @@ from urllib.parse import quote
 from ffserve.store import urls
 from ffserve.store.cache_network import SIGNED_S, SignedUrl
 from ffserve.store.schemes.scheme import Options, cannot_pass, refuse_others, without_none
-from ffserve.store.web import Request, Web, address_of
+from ffserve.store.web import Web, WebRequest, address_of
 from ffserve.store.web_files import Objects, RenewedOptions, WebScheme
 
 _REGION = re.compile(r"[a-z0-9-]{1,64}")
@@ -120,14 +120,14 @@ class S3Objects(Objects):
     def new_request(
         self, options: Options, method: str, path: str, query: Mapping[str, str],
         headers: Mapping[str, str], body: bytes | Iterable[bytes],
-    ) -> Request:  # fmt: skip
+    ) -> WebRequest:  # fmt: skip
         url, region = self._url(options, path, query)
         given = dict(headers)
         if options.get("requester_pays"):
             given["x-amz-request-payer"] = "requester"
         if "key" in options:
             given |= self._signed(options, region, method, url, given, body)
-        return Request(self.web, method, url, given, body)
+        return WebRequest(self.web, method, url, given, body)
 
     def _url(self, options: Options, path: str, query: Mapping[str, str]) -> tuple[str, str]:
         """Return the URL of a file, and the region that it is in."""
