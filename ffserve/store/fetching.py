@@ -42,6 +42,7 @@ from ffserve.store.credentials import Access
 from ffserve.store.directory import Store, default_directory, usual_limit
 from ffserve.store.origin import ObjectVersion, OriginError, RemoteFile
 from ffserve.store.schemes import scheme_of
+from ffserve.store.schemes.scheme import Sent
 
 log = logging.getLogger("ffserve")
 T = TypeVar("T")
@@ -454,7 +455,7 @@ class Fetcher:
         if not opened.remote.proven:
             self.breaker(opened.pool).call(opened.remote.prove)
 
-    def send_proof(self, opened: OpenObject) -> object | None:
+    def send_proof(self, opened: OpenObject) -> Sent | None:
         """Send the request of `prove`, as of `OpenVersion`."""
         works = self.breaker(opened.pool).works and self._shows(opened)
         return opened.remote.send(0, opened.stored.state.end(0)) if works else None

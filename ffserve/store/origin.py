@@ -34,7 +34,7 @@ from ffserve.limits import ASKED_AT_ONCE
 from ffserve.store import cache_network, urls
 from ffserve.store.credentials import Access
 from ffserve.store.schemes import protocol_of, scheme_of, union
-from ffserve.store.schemes.scheme import BROKEN, Meaning, OpenVersion, Scheme, fsspec_settings
+from ffserve.store.schemes.scheme import BROKEN, Meaning, OpenVersion, Scheme, Sent, fsspec_settings
 
 Entry: TypeAlias = tuple[str, dict[str, Any]]
 """A file or directory of a listing: its name, and what is known of it."""
@@ -519,7 +519,7 @@ class RemoteFile:
         self._put_back(file)
         return content
 
-    def send(self, start: int, end: int) -> object | None:
+    def send(self, start: int, end: int) -> Sent | None:
         """Send the request for bytes that `read` is called for later, as of `OpenVersion`. What
         fails is reported by `read`."""
         sent = None

@@ -23,6 +23,7 @@ from ffserve.store.directory import BLOCK_SIZE
 from ffserve.store.fetching import NOW, Outcome, breaker_of, call, threads_of
 from ffserve.store.origin import ObjectVersion, RemoteFile
 from ffserve.store.schemes import scheme_of
+from ffserve.store.schemes.scheme import Sent
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -84,7 +85,7 @@ class RangedObject:
     def _fetch(self, start: int, end: int, direct: bool) -> bytes:
         return call(self.identity.url, partial(self._remote.read, start, end, direct=direct))
 
-    def send_head(self) -> object | None:
+    def send_head(self) -> Sent | None:
         """Send the request of `head`, as of `OpenVersion`."""
         works = self.size and not self._head and breaker_of(self.identity.url).works
         return self._remote.send(0, min(HEAD_SIZE, self.size)) if works else None
@@ -190,7 +191,7 @@ def at_once(
 
 def pipelined(
     call: Callable[[T], R],
-    send: Callable[[T], object | None],
+    send: Callable[[T], Sent | None],
     items: Sequence[T],
     some: Sequence[str],
     most: int = OPENED_AT_ONCE,
@@ -205,17 +206,22 @@ def pipelined(
     Raises: what the calls raise.
     """
     most = min(most, _most_at_once(some))
-    sent = dict[int, object]()
-    for low in range(0, len(items), most):
-        group = range(low, min(low + most, len(items)))
-        new = [k for k in group if sent.get(k) is None]
-        found = dict(zip(new, in_threads(call, [items[k] for k in new], most), strict=True))
-        for k in group:
-            result = found.pop(k) if k in found else call(items[k])
-            sent.pop(k, None)
-            if k + most < len(items):
-                sent[k + most] = send(items[k + most])
-            yield result
+    sent = {k: request for k, item in enumerate(items[:most]) if (request := send(item))}
+    try:
+        for low in range(0, len(items), most):
+            group = range(low, min(low + most, len(items)))
+            new = [k for k in group if k not in sent]
+            found = dict(zip(new, in_threads(call, [items[k] for k in new], most), strict=True))
+            for k in group:
+                result = found.pop(k) if k in found else call(items[k])
+                if k in sent:
+                    sent.pop(k).close()
+                if k + most < len(items) and (request := send(items[k + most])):
+                    sent[k + most] = request
+                yield result
+    finally:
+        for request in sent.values():
+            request.close()
 
 
 def _most_at_once(some: Sequence[str]) -> int:

@@ -384,8 +384,8 @@ class WebRequest:
                 if not self._is_closed(error):
                     raise
 
-    def __del__(self) -> None:
-        """Nobody wants the answer."""
+    def close(self) -> None:
+        """End it, unless its answer was asked for."""
         if self._connection is not None:
             self._connection.close()
 

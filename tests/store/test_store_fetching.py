@@ -26,6 +26,7 @@ from ffserve.store.credentials import Access
 from ffserve.store.directory import Store
 from ffserve.store.fetching import NOW, Fetcher, OpenObject, identity_of, listing
 from ffserve.store.origin import ObjectVersion, OriginError
+from ffserve.store.ranges import pipelined
 from ffserve.store.schemes.scheme import Scheme
 
 BLOCK = 64 << 10
@@ -103,6 +104,40 @@ def test_an_object_is_proven_by_its_first_block_or_by_a_request_of_its_own(
         with pytest.raises(ReadError, match="changed at the origin"):
             proven("1", domain=domain)
     fetcher.close(keeper)
+
+
+def test_proofs_of_many_objects_are_asked_for_before_they_are_needed(
+    server: HttpOrigin, fetcher: Fetcher
+) -> None:
+    """What somebody else has brought in the meantime proves nothing."""
+    contents = [noise(BLOCK + 1, k) for k in range(13)]
+    many = [server.put(f"{k}.bin", content) for k, content in enumerate(contents)]
+    identities = list(map(identity_of, many))
+    access = Access(json.dumps({"http": {"headers": {"Authorization": "alice"}}}))
+    others = fetcher.open(identities[7])
+
+    def proven(domain: str) -> list[bool]:
+        files = [fetcher.open(each, domain=domain, access=access) for each in identities]
+
+        def prove(file: OpenObject) -> bool:
+            if file.stored is others.stored:
+                assert fetcher.ask(others, [0], NOW, None)[0].result() is True
+            fetcher.prove(file)
+            return file.remote.proven
+
+        server.requests.clear()
+        found = list(pipelined(prove, fetcher.send_proof, files, many, 4))
+        for file, content in zip(files, contents, strict=True):
+            assert fetcher.content(file, 0, BLOCK) == content[:BLOCK]
+            fetcher.close(file)
+        return found
+
+    assert proven("") == [True] * 13
+    assert server.requests == {"GET": 13 + 1, "HEAD": 1}
+    server.admits = lambda who: who != "alice"
+    with pytest.raises(AccessDenied, match=r"0.bin: the origin denies access"):
+        proven("domain")
+    fetcher.close(others)
 
 
 def _read_all(url: str, directory: str, barrier: object, results: object) -> None:

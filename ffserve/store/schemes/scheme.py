@@ -21,7 +21,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 from ffserve.errors import ReadError
 from ffserve.limits import ASKED_AT_ONCE
@@ -56,6 +56,13 @@ class Meaning(enum.Enum):
     """The connection was lost."""
 
 
+class Sent(Protocol):
+    """A request that was sent."""
+
+    def close(self) -> None:
+        """End it, unless its answer was read."""
+
+
 @dataclass(frozen=True, slots=True)
 class OpenVersion:
     """One version of an object, open for reading.
@@ -65,14 +72,14 @@ class OpenVersion:
             None: its caller looks at the object again. Raises: what the package raises.
         shared: whether threads may use it at the same time.
         send: sends the request for bytes that `fetch` is called for later, if a connection is open.
-            Returns what the caller holds until then; None: it was not sent.
+            Returns what the caller closes then; None: it was not sent.
         cached: does the same by a cache of `cache_network.py`, and returns None if that cannot be
             asked. route: whether this cache works.
     """
 
     fetch: Callable[[int, int], tuple[bytes, dict[str, Any] | None]]
     shared: bool = False
-    send: Callable[[int, int], object | None] | None = None
+    send: Callable[[int, int], Sent | None] | None = None
     cached: Callable[[Any, int, int], tuple[bytes, dict[str, Any]] | None] | None = None
     route: Any = None
 
