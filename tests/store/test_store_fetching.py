@@ -12,6 +12,7 @@ import resource
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,7 +133,14 @@ def test_proofs_of_many_objects_are_asked_for_before_they_are_needed(
             fetcher.close(file)
         return found
 
-    assert proven("") == [True] * 13
+    server.held.update(f"{k}.bin" for k in range(4))
+    with ThreadPoolExecutor(1) as pool:
+        all_proven = pool.submit(proven, "")
+        try:
+            until(lambda: server.answering == 4, "four connections are open")
+        finally:
+            server.held.clear()
+        assert all_proven.result() == [True] * 13
     assert server.requests == {"GET": 13 + 1, "HEAD": 1}
     server.admits = lambda who: who != "alice"
     with pytest.raises(AccessDenied, match=r"0.bin: the origin denies access"):
