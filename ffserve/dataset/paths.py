@@ -8,11 +8,15 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ffserve.disk.files import wrap_os_error
 from ffserve.engine.many_files import KIND_BITS, stat_paths
 from ffserve.errors import MissingFile, UsageError
 from ffserve.store.urls import is_url, local_path
+
+if TYPE_CHECKING:
+    from ffserve.store.schemes.scheme import Sent
 
 PathLike = str | os.PathLike[str]
 _STATED_AT_ONCE = 256
@@ -75,11 +79,14 @@ def _expand_each(
     remote = list(filter(is_url, names))
     if len(remote) < 2:
         return list(map(expand, names))
-    from ffserve.store.fetching import reach
-    from ffserve.store.ranges import at_once
+    from ffserve.store.fetching import reach, send_identity
+    from ffserve.store.ranges import pipelined
+
+    def send(name: str) -> Sent | None:
+        return send_identity(name) if is_url(name) else None
 
     reach(remote[0])
-    return at_once(expand, names, remote)
+    return list(pipelined(expand, send, names, remote))
 
 
 def _without_scheme(path: str) -> str:

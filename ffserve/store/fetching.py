@@ -457,8 +457,12 @@ class Fetcher:
 
     def send_proof(self, opened: OpenObject) -> Sent | None:
         """Send the request of `prove`, as of `OpenVersion`."""
-        works = self.breaker(opened.pool).works and self._shows(opened)
-        return opened.remote.send(0, opened.stored.state.end(0)) if works else None
+        remote = opened.remote
+        if not self.breaker(opened.pool).works or remote.proven:
+            return None
+        if self._shows(opened):
+            return remote.send(0, opened.stored.state.end(0))
+        return origin.send_info(remote.identity.url, opened.access)
 
     def _shows(self, opened: OpenObject) -> bool:
         """Whether fetching the first block is to show what its user may read."""
@@ -929,8 +933,8 @@ def find(
     files, left_out = call(url, lambda: origin.find(url, suffixes, hidden=hidden, below=below))
     now = time.monotonic()
     with _lock:
-        for each in [each for each, (at, _) in _listed.items() if now - at > LISTED_S]:
-            del _listed[each]
+        while _listed and now - (oldest := next(iter(_listed.values())))[0] > LISTED_S:
+            del _listed[oldest[1].url]
         _listed.update((each.url, (now, each)) for each in files if each.size >= 0)
     return files, left_out
 
@@ -962,6 +966,14 @@ def identity_of(url: str) -> ObjectVersion:
     if found is not None and time.monotonic() - at < LISTED_S:
         return found
     return call(url, lambda: origin.identify(url))
+
+
+def send_identity(url: str) -> Sent | None:
+    """Send the request of a later `identity_of`, or `listing`, as of `OpenVersion`."""
+    known = _listed.get(url)
+    if (known and time.monotonic() - known[0] < LISTED_S) or not breaker_of(url).works:
+        return None
+    return origin.send_info(url)
 
 
 def forget(patience: Patience = _patience) -> None:

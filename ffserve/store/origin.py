@@ -309,6 +309,17 @@ def identify(url: str, access: Access | None = None) -> ObjectVersion:
         return sized(_identity(url, system.info(path)))
 
 
+def send_info(url: str, access: Access | None = None) -> Sent | None:
+    """Send the request of a later `identify`, or of `find` for a file, as of `OpenVersion`."""
+    sent: Sent | None = None
+    with contextlib.suppress(Exception):
+        system, path = file_system(url, access)
+        send = getattr(system, "send_info", None)
+        if send is not None and not url.endswith("/") and not urls.has_magic(url):
+            sent = send(path)
+    return sent
+
+
 def find(
     url: str, suffixes: Sequence[str] = (), *, hidden: str = ".", below: bool = False
 ) -> tuple[list[ObjectVersion], list[tuple[str, str]]]:

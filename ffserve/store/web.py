@@ -283,6 +283,9 @@ class WebRequest:
     Raises: ValueError.
     """
 
+    signed_with: Any = None
+    """Its maker's."""
+
     def __init__(
         self,
         web: Web,

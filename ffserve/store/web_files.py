@@ -86,6 +86,8 @@ class WebFiles:
     def __init__(self, web: Web, credentials: RenewedOptions) -> None:
         self.web, self.credentials = web, credentials
         self.route = Route()
+        self._sent: weakref.WeakValueDictionary[Any, WebRequest] = weakref.WeakValueDictionary()
+        """Requests that were sent before they are asked for, while somebody holds them."""
 
     def invalidate_cache(self) -> None:
         """Do nothing: nothing is cached."""
@@ -110,22 +112,35 @@ class WebFiles:
         body: Callable[[], bytes | Iterable[bytes]] = bytes,
     ) -> Answer:
         """Return the answer to a request, which is a success. Raises: as `info`."""
+        sent = None
+        if self._sent:
+            sent = self._sent.pop(_key(method, path, query or {}, headers or {}), None)
         while True:
-            used = self.credentials.options
-            made = self.new_request(used, method, path, query or {}, headers or {}, body())
-            if (answer := self.answer(used, made)) is not None:
+            used = self.credentials.options if sent is None else sent.signed_with
+            if sent is None:
+                sent = self.new_request(used, method, path, query or {}, headers or {}, body())
+            answer, sent = sent.answer(), None
+            if answer.status < 300:
                 return answer
+            error = refusal(answer)
+            if error.status not in (400, 401, 403) or not self.credentials.renewed(used):
+                raise error
 
-    def answer(self, used: Options, request: WebRequest) -> Answer | None:
-        """Return the answer to a request, which is a success; None: it was signed with options that
-        others have replaced. Raises: as `info`."""
-        answer = request.answer()
-        if answer.status < 300:
-            return answer
-        error = refusal(answer)
-        if error.status not in (400, 401, 403) or not self.credentials.renewed(used):
-            raise error
-        return None
+    def send(
+        self, method: str, path: str, query: Mapping[str, str], headers: Mapping[str, str]
+    ) -> WebRequest | None:
+        """Send the request of a later `ask`, as of `OpenVersion`."""
+        used = self.credentials.options
+        request = self.new_request(used, method, path, query, headers, b"")
+        if not request.send():
+            return None
+        request.signed_with = used
+        self._sent[_key(method, path, query, headers)] = request
+        return request
+
+    def send_info(self, path: str) -> WebRequest | None:
+        """Send the first request of a later `info`, as of `OpenVersion`."""
+        return self.send("HEAD", path, {}, {})
 
     def new_request(
         self, options: Options, method: str, path: str, query: Mapping[str, str],
@@ -168,9 +183,9 @@ class WebFiles:
     def version(self, path: str, tag: str) -> OpenVersion:
         """Return a version of a file that is read by ranges. tag: "" if it has none."""
         if not tag or tag.startswith("W/"):
-            return Ranges(self, path).opened()
+            return self.ranges(path)
         headers = {"If-Match": f'"{tag}"'}
-        return Ranges(self, path, headers=headers).opened(self.cached(path, tag, headers))
+        return self.ranges(path, headers=headers, cached=self.cached(path, tag, headers))
 
     def signed(self, options: Options, path: str, tag: str) -> SignedUrl | None:
         """Return a URL by which a version of a file is read without credentials in headers; None:
@@ -194,12 +209,36 @@ class WebFiles:
             answer = network.get(signed.url, {**headers, "Range": f"bytes={start}-{end - 1}"})
             if answer.status >= 300:
                 raise refusal(answer)
-            return self.range_of(answer, start, end)
+            return self._range_of(answer, start, end)
 
         return fetch
 
-    def range_of(self, answer: Answer, start: int, end: int) -> tuple[bytes, Facts]:
-        """Return the bytes of an answer to a range, as of `OpenVersion`. Raises: as `info`."""
+    def ranges(
+        self,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        cached: Any = None,
+    ) -> OpenVersion:
+        """Return a version that is read by requests like this one. Args: cached: as of it."""
+
+        def asked(start: int, end: int) -> tuple[str, str, Mapping[str, str], Mapping[str, str]]:
+            return (
+                "GET",
+                path,
+                query or {},
+                {**(headers or {}), "Range": f"bytes={start}-{end - 1}"},
+            )
+
+        def fetch(start: int, end: int) -> tuple[bytes, Facts | None]:
+            return self._range_of(self.ask(*asked(start, end)), start, end)
+
+        def send(start: int, end: int) -> WebRequest | None:
+            return self.send(*asked(start, end))
+
+        return OpenVersion(fetch, True, send, cached, self.route)
+
+    def _range_of(self, answer: Answer, start: int, end: int) -> tuple[bytes, Facts]:
         found = self.facts(answer)
         if found["start"] is not None:
             if found["start"] != start:
@@ -229,46 +268,8 @@ class WebFiles:
         }
 
 
-class Ranges:
-    """Fetches ranges of a file, as of `OpenVersion`, by requests like one another."""
-
-    def __init__(
-        self,
-        files: WebFiles,
-        path: str,
-        query: Mapping[str, str] | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        self._files, self._path = files, path
-        self._query, self._headers = query or {}, headers or {}
-        self._sent: tuple[tuple[int, int], Options, weakref.ref[WebRequest]] | None = None
-
-    def opened(self, cached: Any = None) -> OpenVersion:
-        """Return the version. Args: cached: as of it."""
-        return OpenVersion(self.fetch, True, self.send, cached, self._files.route)
-
-    def send(self, start: int, end: int) -> WebRequest | None:
-        """As of `OpenVersion`."""
-        used = self._files.credentials.options
-        request = self._files.new_request(used, *self._request(start, end), b"")
-        if not request.send():
-            return None
-        self._sent = (start, end), used, weakref.ref(request)
-        return request
-
-    def fetch(self, start: int, end: int) -> tuple[bytes, Facts]:
-        """Return bytes, and what is known of the file. Raises: StatusError, OSError, ValueError."""
-        answer, sent = None, self._sent
-        if sent is not None and sent[0] == (start, end):
-            self._sent = None
-            if (request := sent[2]()) is not None:
-                answer = self._files.answer(sent[1], request)
-        answer = answer or self._files.ask(*self._request(start, end))
-        return self._files.range_of(answer, start, end)
-
-    def _request(self, start: int, end: int) -> tuple[str, str, Mapping[str, str], dict[str, str]]:
-        asked = {**self._headers, "Range": f"bytes={start}-{end - 1}"}
-        return "GET", self._path, self._query, asked
+def _key(method: str, path: str, query: Mapping[str, str], headers: Mapping[str, str]) -> Any:
+    return method, path, *query.items(), *headers.items()
 
 
 def _matches(pattern: Sequence[str], name: str) -> bool:

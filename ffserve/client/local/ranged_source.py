@@ -34,7 +34,7 @@ from ffserve.reads import chunks
 from ffserve.reads.fetched import FetchedFile, FetchingEngine
 from ffserve.reads.records import BatchEngine
 from ffserve.reads.shard_tables import SMALL_SIZE, How, OpenFiles, Tables, read_together
-from ffserve.store.fetching import NOW, Threads, identity_of
+from ffserve.store.fetching import NOW, Threads, identity_of, send_identity
 from ffserve.store.object_tables import parsed
 from ffserve.store.origin import ObjectVersion
 from ffserve.store.ranges import RangedObject, at_once, pipelined
@@ -189,4 +189,4 @@ def _singly(opened: RangedObject, how: How, seen: Callable[[int], object] | None
 
 def identified(urls: Sequence[str]) -> tuple[ObjectVersion, ...]:
     """Ask the origins for the present versions, several at once."""
-    return tuple(at_once(identity_of, urls, urls))
+    return tuple(pipelined(identity_of, send_identity, urls, urls))

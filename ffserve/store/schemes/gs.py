@@ -23,7 +23,7 @@ from ffserve.store import urls
 from ffserve.store.cache_network import SIGNED_S, SignedUrl
 from ffserve.store.schemes.scheme import OpenVersion, Options, cannot_pass, refuse_others
 from ffserve.store.web import Answer, MissingError, StatusError, Web, WebRequest, address_of
-from ffserve.store.web_files import Facts, Objects, Page, Ranges, RenewedOptions, WebScheme
+from ffserve.store.web_files import Facts, Objects, Page, RenewedOptions, WebScheme
 
 _ENDPOINT = "https://storage.googleapis.com"
 _TOKENS = "https://oauth2.googleapis.com/token"
@@ -169,6 +169,9 @@ class GoogleObjects(Objects):
     def head(self, path: str) -> Facts:
         return _facts(self._json("GET", _place(path), {}))
 
+    def send_info(self, path: str) -> WebRequest | None:
+        return self.send("GET", _place(path), {}, {})
+
     def facts(self, answer: Answer) -> Facts:
         return {**super().facts(answer), "ETag": answer.headers.get("x-goog-generation", "")}
 
@@ -176,7 +179,7 @@ class GoogleObjects(Objects):
         # Else the origin would decompress what was stored compressed.
         coding = {"Accept-Encoding": "gzip"}
         query = {"alt": "media", "generation": tag}
-        opened = Ranges(self, _place(path), query, coding).opened(self.cached(path, tag, coding))
+        opened = self.ranges(_place(path), query, coding, self.cached(path, tag, coding))
 
         def fetch(start: int, end: int) -> tuple[bytes, Facts | None]:
             try:

@@ -17,7 +17,7 @@ from ffserve.store.schemes.scheme import (
     without_none,
 )
 from ffserve.store.web import Web
-from ffserve.store.web_files import Ranges, RenewedOptions
+from ffserve.store.web_files import RenewedOptions
 
 _ENDPOINT = "https://huggingface.co"
 
@@ -69,7 +69,7 @@ class Hub(Scheme):
             found.repo_id, found.path_in_repo, repo_type=found.repo_type, revision=commit,
             endpoint=system.endpoint,
         )  # fmt: skip
-        read = Ranges(self._files(system), url).fetch
+        read = self._files(system).ranges(url).fetch
         facts = system.info(whole)  # the same for ever
 
         def fetch(start: int, end: int) -> tuple[bytes, dict[str, Any]]:
