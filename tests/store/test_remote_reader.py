@@ -627,7 +627,8 @@ def test_a_thread_for_each_file_took_longer_for_the_lock_of_the_interpreter(
         server.held.clear()
         thread.join(60)
     assert found == [b"%03d" % k for k in range(count)]
-    assert server.requests["GET"] == 2 * count, "one for its tables, and one for the sample"
+    # One for its version, one for its tables, and one for the sample.
+    assert (server.requests["HEAD"], server.requests["GET"]) == (count, 2 * count)
 
 
 def test_a_file_that_is_missing_among_many(server: HttpOrigin, tmp_path: Path) -> None:

@@ -142,6 +142,8 @@ def test_proofs_of_many_objects_are_asked_for_before_they_are_needed(
             server.held.clear()
         assert all_proven.result() == [True] * 13
     assert server.requests == {"GET": 13 + 1, "HEAD": 1}
+    assert proven("") == [True] * 13
+    assert server.requests == {"HEAD": 13}
     server.admits = lambda who: who != "alice"
     with pytest.raises(AccessDenied, match=r"0.bin: the origin denies access"):
         proven("domain")

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from daemon import until
 from origins import http_origin, tls_context
 
 from ffserve.errors import FFServeError, ReadError
@@ -25,7 +26,9 @@ from ffserve.store import fetching
 from ffserve.store.credentials import Access
 from ffserve.store.fetching import Patience
 from ffserve.store.origin import ObjectVersion, OriginError, RemoteFile, identify
+from ffserve.store.schemes.http import HttpFiles
 from ffserve.store.web import CutError, Web, address_of
+from ffserve.store.web_files import RenewedOptions
 
 BODY = bytes(range(256)) * 800
 
@@ -377,6 +380,46 @@ def test_a_url_that_is_signed_for_reading_only() -> None:
 def test_another_time_is_another_version_without_an_etag() -> None:
     late = ranged(10_000, 50_000, tag="", time="Sat, 28 Nov 2026 05:00:00 GMT")
     assert "changed at the origin" in str(read(late, tag=""))
+
+
+def test_a_request_is_sent_before_it_is_asked_for() -> None:
+    """By an open connection only; it is made anew if the connection or its credentials end."""
+    admitted = "old"
+
+    def answer(head: str) -> bytes:
+        status = "200 OK" if f"Authorization: {admitted}\r\n" in f"{head}\r\n" else "403 Forbidden"
+        return sized(BODY[:7], status)
+
+    with scripted(answer) as server:
+        credentials = RenewedOptions(
+            {"headers": {"Authorization": "old"}}, lambda: {"headers": {"Authorization": admitted}}
+        )
+        files = HttpFiles(Web(5, 1), credentials)
+        asked: tuple[str, str, dict[str, str], dict[str, str]] = "GET", server.url, {}, {}
+        assert files.send(*asked) is None, "no connection is open"
+        assert files.ask(*asked).content(9) == BODY[:7]
+        sent, other = files.send(*asked), files.send(*asked)
+        assert sent is not None and other is None and server.connections == 1
+        until(lambda: len(server.asked) == 2, "it has come")
+        assert files.ask(*asked).content(9) == BODY[:7]
+        assert len(server.asked) == 2
+        sent.close()  # it was used
+        assert files.ask(*asked).content(9) == BODY[:7]
+        assert server.connections == 1
+        # Nobody wants it.
+        sent = files.send(*asked)
+        assert sent is not None
+        sent.close()
+        del sent
+        assert files.ask(*asked).content(9) == BODY[:7]
+        assert server.connections == 2
+        # Its credentials have ended, and somebody has renewed them since.
+        admitted = "new"
+        sent = files.send(*asked)
+        assert credentials.renewed(credentials.options)
+        assert files.ask(*asked).content(9) == BODY[:7]
+        assert ["old" in head for head in server.asked[-2:]] == [True, False]
+        assert sent is not None
 
 
 def test_a_lost_answer_is_asked_for_again(own_store: None) -> None:

@@ -265,7 +265,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    request_queue_size = 128
+    request_queue_size = 1024
 
     def handle_error(self, *_: object) -> None:
         pass  # clients go away
