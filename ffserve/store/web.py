@@ -28,6 +28,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias, cast
 from urllib.parse import quote, unquote, urljoin, urlsplit
+from weakref import WeakValueDictionary
 
 from ffserve.limits import MOST_UNUSED, OPENED_AT_ONCE
 from ffserve.store.schemes.scheme import KEPT_HEADERS
@@ -410,12 +411,15 @@ class Web:
         self._lock = threading.Lock()
         self._idle: dict[Any, list[int]] = {}
         """Numbers of connections that nobody uses, by address; some are closed."""
+        self.ahead: WeakValueDictionary[Any, WebRequest] = WeakValueDictionary()
+        """Requests that were sent before they are asked for, while somebody holds them."""
         weakref.finalize(self, _close, self._idle)
         _webs.add(self)
 
     def after_fork(self) -> None:
         """Leave the connections to the parent."""
         self._lock = threading.Lock()
+        self.ahead = WeakValueDictionary()
         _close(self._idle)
 
     def request(

@@ -15,7 +15,6 @@ import math
 import os
 import re
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, NamedTuple, TypeAlias
@@ -86,8 +85,6 @@ class WebFiles:
     def __init__(self, web: Web, credentials: RenewedOptions) -> None:
         self.web, self.credentials = web, credentials
         self.route = Route()
-        self._sent: weakref.WeakValueDictionary[Any, WebRequest] = weakref.WeakValueDictionary()
-        """Requests that were sent before they are asked for, while somebody holds them."""
 
     def invalidate_cache(self) -> None:
         """Do nothing: nothing is cached."""
@@ -113,8 +110,8 @@ class WebFiles:
     ) -> Answer:
         """Return the answer to a request, which is a success. Raises: as `info`."""
         sent = None
-        if self._sent:
-            sent = self._sent.pop(_key(method, path, query or {}, headers or {}), None)
+        if self.web.ahead:
+            sent = self.web.ahead.pop(_key(method, path, query or {}, headers or {}), None)
         while True:
             used = self.credentials.options if sent is None else sent.signed_with
             if sent is None:
@@ -135,7 +132,7 @@ class WebFiles:
         if not request.send():
             return None
         request.signed_with = used
-        self._sent[_key(method, path, query, headers)] = request
+        self.web.ahead[_key(method, path, query, headers)] = request
         return request
 
     def send_info(self, path: str) -> WebRequest | None:

@@ -258,6 +258,22 @@ def test_a_child_process_connects_anew(web: Web) -> None:
         assert server.connections == 2, "that of the parent is as it was"
 
 
+def test_a_child_process_reads_no_answer_that_its_parent_waits_for(web: Web) -> None:
+    with scripted(lambda _: sized(BODY)) as server:
+        files = HttpFiles(web, RenewedOptions({}))
+        assert files.ask("GET", server.url).content(1 << 20) == BODY
+        sent = files.send("GET", server.url, {}, {})
+        assert sent is not None
+        child = os.fork()
+        if not child:
+            whole = files.ask("GET", server.url).content(1 << 20) == BODY
+            os._exit(0 if whole else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert server.connections == 2
+        assert files.ask("GET", server.url).content(1 << 20) == BODY
+        assert server.connections == 2, "that of the parent is as it was"
+
+
 def test_proxies_are_used_if_this_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     with scripted(lambda _: sized(b"by the proxy")) as proxy:
         address = proxy.url.replace("http://", "http://user:p%40ss@")
