@@ -317,13 +317,20 @@ class WebRequest:
             raise ValueError("a header has more than one line")
         self._head = "\r\n".join([f"{self._method} {path} HTTP/1.1", *lines, "", ""]).encode()
 
-    def send(self) -> bool:
-        """Send it by a connection that is open already; return whether there is one.
+    def send(self, key: object) -> bool:
+        """Send it by a connection that is open already, and leave it in `Web.ahead` for whoever
+        wants the answer; return False if there is none, or such a request is there.
 
         Raises: OSError.
         """
         connection = self._web.kept(self._to)
-        return connection is not None and self._send(connection)
+        if connection is None or not self._send(connection):
+            return False
+        self._key = key
+        if self._web.ahead.setdefault(key, self) is self:
+            return True
+        connection.close()
+        return False
 
     def _send(self, connection: http.client.HTTPConnection | None) -> bool:
         """Send it. Args: connection: one that is open; None: a new one."""
@@ -389,8 +396,10 @@ class WebRequest:
                     raise
 
     def close(self) -> None:
-        """End it, unless its answer was asked for."""
-        if self._connection is not None:
+        """End it, unless somebody has taken it from `Web.ahead`."""
+        ahead = self._web.ahead
+        mine = ahead.get(self._key) is self and ahead.pop(self._key, None) is self
+        if mine and self._connection is not None:
             self._connection.close()
 
 

@@ -129,11 +129,8 @@ class WebFiles:
         """Send the request of a later `ask`, as of `OpenVersion`."""
         used = self.credentials.options
         request = self.new_request(used, method, path, query, headers, b"")
-        if not request.send():
-            return None
         request.signed_with = used
-        self.web.ahead[_key(method, path, query, headers)] = request
-        return request
+        return request if request.send(_key(method, path, query, headers)) else None
 
     def send_info(self, path: str) -> WebRequest | None:
         """Send the first request of a later `info`, as of `OpenVersion`."""

@@ -419,7 +419,7 @@ def test_a_request_is_sent_before_it_is_asked_for() -> None:
         until(lambda: len(server.asked) == 2, "it has come")
         assert files.ask(*asked).content(9) == BODY[:7]
         assert len(server.asked) == 2
-        sent.close()  # it was used
+        sent.close()  # it was taken
         assert files.ask(*asked).content(9) == BODY[:7]
         assert server.connections == 1
         # Nobody wants it.
