@@ -8,15 +8,11 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from ffserve.disk.files import wrap_os_error
 from ffserve.engine.many_files import KIND_BITS, stat_paths
 from ffserve.errors import MissingFile, UsageError
 from ffserve.store.urls import is_url, local_path
-
-if TYPE_CHECKING:
-    from ffserve.store.schemes.scheme import Sent
 
 PathLike = str | os.PathLike[str]
 _STATED_AT_ONCE = 256
@@ -81,9 +77,10 @@ def _expand_each(
         return list(map(expand, names))
     from ffserve.store.fetching import reach, send_identity
     from ffserve.store.ranges import pipelined
+    from ffserve.store.schemes.scheme import Sent
 
     def send(name: str) -> Sent | None:
-        return send_identity(name) if is_url(name) else None
+        return send_identity(name) if is_url(name) else Sent()
 
     reach(remote[0])
     return list(pipelined(expand, send, names, remote))

@@ -458,7 +458,9 @@ class Fetcher:
     def send_proof(self, opened: OpenObject) -> Sent | None:
         """Send the request of `prove`, as of `OpenVersion`."""
         remote = opened.remote
-        if not self.breaker(opened.pool).works or remote.proven:
+        if remote.proven and not self._shows(opened):
+            return Sent()
+        if not self.breaker(opened.pool).works:
             return None
         if self._shows(opened):
             return remote.send(0, opened.stored.state.end(0))
@@ -971,9 +973,9 @@ def identity_of(url: str) -> ObjectVersion:
 def send_identity(url: str) -> Sent | None:
     """Send the request of a later `identity_of`, or `listing`, as of `OpenVersion`."""
     known = _listed.get(url)
-    if (known and time.monotonic() - known[0] < LISTED_S) or not breaker_of(url).works:
-        return None
-    return origin.send_info(url)
+    if known and time.monotonic() - known[0] < LISTED_S:
+        return Sent()
+    return origin.send_info(url) if breaker_of(url).works else None
 
 
 def forget(patience: Patience = _patience) -> None:

@@ -87,7 +87,9 @@ class RangedObject:
 
     def send_head(self) -> Sent | None:
         """Send the request of `head`, as of `OpenVersion`."""
-        works = self.size and not self._head and breaker_of(self.identity.url).works
+        if self._head or not self.size:
+            return Sent()
+        works = breaker_of(self.identity.url).works
         return self._remote.send(0, min(HEAD_SIZE, self.size)) if works else None
 
     def head(self) -> bytes:

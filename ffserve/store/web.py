@@ -31,7 +31,7 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 from weakref import WeakValueDictionary
 
 from ffserve.limits import MOST_UNUSED, OPENED_AT_ONCE
-from ffserve.store.schemes.scheme import KEPT_HEADERS
+from ffserve.store.schemes.scheme import KEPT_HEADERS, Sent
 
 _LINES_SIZE = 64 << 10
 """Bytes of the lines of an answer (status, headers, sizes of chunks) at most, beside as many as the
@@ -275,7 +275,7 @@ class Answer:
             self._connection.close()
 
 
-class WebRequest:
+class WebRequest(Sent):
     """A request. One thread at a time uses it.
 
     Args:

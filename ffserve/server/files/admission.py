@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator
 
 from ffserve.errors import ReadError
+from ffserve.limits import FDS_OF_OBJECT
 from ffserve.server.files.closing import ShardCloser
 from ffserve.server.files.holding import HeldShards
 from ffserve.server.files.shards import Alias, Request
@@ -60,11 +61,14 @@ class Admission:
             return
         promised = {(owner, alias) for owner, aliases in self._promised for alias in aliases}
         new = len({request.identities[position] for position in positions})
+        shown, more = held.budget.shard_count(), f"{new} more"
+        if objects:
+            more += f", of which {objects} are remote and need {FDS_OF_OBJECT + 1} each"
         mine += sum(account_of(owner) == peer.account for owner, _ in promised)
         if limited and mine > most:
             raise ReadError(
-                f"user {peer.uid} may have {most} files open in the daemon, half of its own "
-                f"limit; {mine - new} are in use, and this data set has {new} more",
+                f"user {peer.uid} may have {shown // 2} files open in the daemon, half of its own "
+                f"limit; {mine - new} are in use, and this data set has {more}",
                 path=request.paths[positions[0]],
                 hint="raise the daemon's limit on open files (LimitNOFILE= in the systemd "
                 "unit, ulimit -n)",
@@ -76,8 +80,8 @@ class Admission:
             count = len(held.open) + len(promised)
         if count > room:
             raise ReadError(
-                f"the daemon may have {room} files open; {used - new} are in use, "
-                f"and this data set has {new} more",
+                f"the daemon may have {shown} files open; {used - new} are in use, "
+                f"and this data set has {more}",
                 path=request.paths[positions[0]],
                 hint="raise the limit on open files (ulimit -n, LimitNOFILE= in the systemd unit)",
             )

@@ -21,7 +21,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from ffserve.errors import ReadError
 from ffserve.limits import ASKED_AT_ONCE
@@ -56,11 +56,11 @@ class Meaning(enum.Enum):
     """The connection was lost."""
 
 
-class Sent(Protocol):
-    """A request that was sent."""
+class Sent:
+    """A request that was sent; or nothing, for a call that needs none."""
 
     def close(self) -> None:
-        """End it, unless its answer was read."""
+        """End it, unless its answer was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
