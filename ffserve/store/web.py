@@ -285,7 +285,7 @@ class WebRequest(Sent):
     """
 
     signed_with: Any = None
-    """Its maker's."""
+    """For whoever has made it."""
 
     def __init__(
         self,
@@ -389,9 +389,7 @@ class WebRequest(Sent):
             assert connection is not None
             try:
                 return Answer(self._web, self._to, connection, self._method)
-            except BaseException as error:
-                if isinstance(error, BlockingIOError):
-                    raise TimeoutError("timed out") from None
+            except OSError as error:
                 if not self._is_closed(error):
                     raise
 

@@ -216,13 +216,9 @@ class WebFiles:
     ) -> OpenVersion:
         """Return a version that is read by requests like this one. Args: cached: as of it."""
 
-        def asked(start: int, end: int) -> tuple[str, str, Mapping[str, str], Mapping[str, str]]:
-            return (
-                "GET",
-                path,
-                query or {},
-                {**(headers or {}), "Range": f"bytes={start}-{end - 1}"},
-            )
+        def asked(start: int, end: int) -> tuple[str, str, Mapping[str, str], dict[str, str]]:
+            span = f"bytes={start}-{end - 1}"
+            return "GET", path, query or {}, {**(headers or {}), "Range": span}
 
         def fetch(start: int, end: int) -> tuple[bytes, Facts | None]:
             return self._range_of(self.ask(*asked(start, end)), start, end)
@@ -230,7 +226,7 @@ class WebFiles:
         def send(start: int, end: int) -> WebRequest | None:
             return self.send(*asked(start, end))
 
-        return OpenVersion(fetch, True, send, cached, self.route)
+        return OpenVersion(fetch, True, send, cached, self.route if cached else None)
 
     def _range_of(self, answer: Answer, start: int, end: int) -> tuple[bytes, Facts]:
         found = self.facts(answer)
