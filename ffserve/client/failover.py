@@ -647,9 +647,16 @@ class SourceSelector:
 
     def open(self) -> None:
         """Have a source. Raises what opening the files does."""
-        if self._request.remote:
+        if not self._request.remote:
+            self._run(self.selection.opening())
+            return
+        from ffserve.store.web import close_unused
+
+        try:
             self._request.identify()
-        self._run(self.selection.opening())
+            self._run(self.selection.opening())
+        finally:
+            close_unused()
 
     def current(self) -> SampleSource:
         """Return the source, opening it in a process that has none yet."""

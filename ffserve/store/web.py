@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 from urllib.parse import quote, unquote, urljoin, urlsplit
 from weakref import WeakValueDictionary
 
-from ffserve.limits import MOST_UNUSED, OPENED_AT_ONCE
+from ffserve.limits import ASKED_AT_ONCE, MOST_UNUSED, OPENED_AT_ONCE
 from ffserve.store.schemes.scheme import KEPT_HEADERS, Sent
 
 _LINES_SIZE = 64 << 10
@@ -500,6 +500,15 @@ _unused: OrderedDict[int, http.client.HTTPConnection] = OrderedDict()
 """Connections of all `Web`s that nobody uses, by number, the oldest first. Each access is one call
 of C, so it needs no lock."""
 _webs: weakref.WeakSet[Web] = weakref.WeakSet()
+
+
+def close_unused(most: int = ASKED_AT_ONCE) -> None:
+    """Close connections that nobody uses, the oldest first, but for so many. Opening many files
+    needs more of them than what follows, and origins close them after a while on their side only.
+    """
+    while len(_unused) > most:
+        with contextlib.suppress(KeyError):  # another thread took it
+            _unused.popitem(last=False)[1].close()
 
 
 def _after_fork() -> None:

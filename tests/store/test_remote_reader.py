@@ -14,6 +14,7 @@ import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import command
 import pytest
@@ -36,9 +37,9 @@ from ffserve.errors import (
     ServerUnavailable,
     TruncatedError,
 )
-from ffserve.limits import OPENED_AT_ONCE
+from ffserve.limits import ASKED_AT_ONCE, OPENED_AT_ONCE
 from ffserve.reads.fetched import GAP
-from ffserve.store import fetching, ranges
+from ffserve.store import fetching, ranges, web
 
 FORMATS = {"ffrecord": ".ffr", "tfrecord": ".tfrecord", "recordio": ".recordio"}
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -627,6 +628,8 @@ def test_a_thread_for_each_file_took_longer_for_the_lock_of_the_interpreter(
         server.held.clear()
         thread.join(60)
     assert found == [b"%03d" % k for k in range(count)]
+    unused = [each for each in web._unused.values() if each.port == urlsplit(server.url).port]
+    assert len(unused) <= ASKED_AT_ONCE, "all were kept, and closed on the other side only"
     # One for its version, one for its tables, and one for the sample.
     assert (server.requests["HEAD"], server.requests["GET"]) == (count, 2 * count)
 

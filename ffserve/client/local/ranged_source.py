@@ -39,6 +39,7 @@ from ffserve.store.object_tables import parsed
 from ffserve.store.origin import ObjectVersion
 from ffserve.store.ranges import RangedObject, at_once, pipelined
 from ffserve.store.urls import is_url
+from ffserve.store.web import close_unused
 
 
 class RangedSource(LocalSource):
@@ -83,6 +84,7 @@ class RangedSource(LocalSource):
         finally:
             os.close(self._empty)
         self._parsed.clear()
+        close_unused()
         self._plain = False  # nothing is known of what is in memory
         self.description = "ranged reads"
 
