@@ -62,6 +62,7 @@ KNOWN = {
     + local_chunks.REUSED_SIZE
     + 2 * window_reads.AHEAD_SIZE,
     ("daemon succeeded", "used"): OWN_SIZE + BOUNCES_KEPT,
+    ("daemon kept", "used"): OWN_SIZE + BOUNCES_KEPT,
     ("client remote", "descriptors"): 24 + 2 * ORIGIN_THREADS,
     ("client replaced", "descriptors"): 24 + 2 * ORIGIN_THREADS,
 }
@@ -69,8 +70,8 @@ KNOWN = {
 200 MiB a client took 80 to 155 over seven minutes: 30 for the tables of its files, 17 for their
 chunks, 33 for Python's own allocator (28 at first, with as many objects), the rest for windows, the
 program, and pages that malloc keeps: those that were never written to count as free and take none,
-so that a young process seems to use less. The daemon that is handed over is young as long as that
-happens often, by chance in one third of a run more than in another. A client that has read remote
+so that a young process seems to use less. The daemons that are handed over, and killed, are young
+as long as that happens often, by chance in one third of a run more than in another. A client that has read remote
 files by itself, while its daemon was away, keeps the connections to their origin and to a cache."""
 QUIET_SIZE = 16 * MIB
 """A quiet daemon may use this much more than OWN_SIZE, besides tables and buffers for reads: 256
