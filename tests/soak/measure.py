@@ -71,8 +71,9 @@ KNOWN = {
 chunks, 33 for Python's own allocator (28 at first, with as many objects), the rest for windows, the
 program, and pages that malloc keeps: those that were never written to count as free and take none,
 so that a young process seems to use less. The daemons that are handed over, and killed, are young
-as long as that happens often, by chance in one third of a run more than in another. A client that has read remote
-files by itself, while its daemon was away, keeps the connections to their origin and to a cache."""
+as long as that happens often, by chance in one third of a run more than in another. A client that
+has read remote files by itself, while its daemon was away, keeps the connections to their origin
+and to a cache."""
 QUIET_SIZE = 16 * MIB
 """A quiet daemon may use this much more than OWN_SIZE, besides tables and buffers for reads: 256
 jobs, counters, log lines, and the pieces that Python's own allocator keeps."""
