@@ -112,7 +112,8 @@ def _spread(recorded: dict[str, Any], part: float = 0.5) -> str:
     spreads = [
         (row["high"] - row["low"]) / row["value"]
         for row in recorded["rows"]
-        if row["unit"] == RATIO and row["turns"] > 1 and row["contestant"].startswith("ffserve")
+        if row["unit"] == RATIO and row["value"] and row["turns"] > 1
+        if row["contestant"].startswith("ffserve")
     ]
     return f"{100 * float(np.quantile(spreads, part)):.0f}" if spreads else "0"
 
