@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -176,13 +176,18 @@ def quiet_size(status: dict[str, Any]) -> int:
     return OWN_SIZE + BOUNCES_KEPT + samples * TABLE_SAMPLE_SIZE + QUIET_SIZE + STORE_SIZE
 
 
-def growth(thirds: dict[str, dict[str, list[float]]]) -> list[str]:
-    """Return what grew from the second third to the last, in words."""
+def growth(thirds: dict[str, dict[str, list[float]]], alone: Set[str] = frozenset()) -> list[str]:
+    """Return what grew from the second third to the last, in words.
+
+    Args: alone: clients that have read files by themselves, while their daemon did not answer:
+        they keep what "client alone" does from then on.
+    """
     found = []
     for name, quantities in thirds.items():
         for quantity, (_, factor, more) in GROWTH.items():
             _, second, last = quantities[quantity]
-            known = KNOWN.get((name.partition(".")[0], quantity), 0)
+            kind = "client alone" if name in alone else name.partition(".")[0]
+            known = KNOWN.get((kind, quantity), 0)
             if last > max(second * factor + more, known):
                 found.append(f"{quantity} of {name}: {second:.0f} in the second third, {last:.0f}")
     return found

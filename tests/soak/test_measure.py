@@ -59,6 +59,12 @@ def test_a_process_that_was_busy_more_often_was_said_to_grow() -> None:
     assert growth(thirds) == []
 
 
+def test_a_client_that_has_read_by_itself_keeps_its_caches() -> None:
+    thirds = series([37] * 10, [37] * 3 + [65] * 7, [65] * 10).thirds(300)
+    assert growth(thirds) and growth(thirds, {"it"}) == []
+    assert growth(series([37] * 10, [37] * 10, [500] * 10).thirds(300), {"it"})
+
+
 def test_a_leak_is_found_under_what_goes_up_and_down() -> None:
     thirds = series([60, 200] * 5, [80, 220] * 5, [115, 250] * 5).thirds(300)
     [found] = growth(thirds)
