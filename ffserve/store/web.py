@@ -285,7 +285,7 @@ class WebRequest(Sent):
     """
 
     signed_with: Any = None
-    """For whoever has made it."""
+    """The options of its maker, who renews them if the origin refuses it."""
 
     def __init__(
         self,

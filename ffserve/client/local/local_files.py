@@ -187,7 +187,10 @@ class ShardFiles:
     def add(
         self, path: str, fd: int, device: int, fingerprint: int, *, remote: bool = False
     ) -> None:
-        """Take an open file, which is on this device; it is closed by `close`."""
+        """Take an open file, which is on this device; it is closed by `close`.
+
+        Args: remote: its bytes are fetched, so the kernel is told nothing of how it is read.
+        """
         if remote:
             self._files.append(_File(path, fd, device, fingerprint, in_memory=True))
             return
