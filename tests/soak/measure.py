@@ -1,11 +1,11 @@
 """Sizes of processes over time, and whether they grow.
 
-Memory is judged by what a process uses: its private memory without what malloc keeps free for the
-next time (`allocator.py`). It goes up and down with what the process happens to do, by as much as
-caches, batches and messages may have; a leak raises its low values. So the lowest fifth of a third
-of the run is compared with that of the third before, and what a process may hold by its limits is
-no growth. When all clients have ended, a daemon holds what it held at its start, and the tables
-that its status names.
+Memory is judged by what a process uses: its private memory without what allocators keep free for
+the next time (`allocator.py`). It goes up and down with what the process happens to do, by as much
+as caches, batches and messages may have; a leak raises its low values. So the lowest fifth of a
+third of the run is compared with that of the third before, and what a process may hold by its
+limits is no growth. When all clients have ended, a daemon holds what it held at its start, and the
+tables that its status names.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ so that a young process seems to use less. The daemons that are handed over, and
 as long as that happens often, by chance in one third of a run more than in another. A client that
 has read remote files by itself, while its daemon was away, keeps the connections to their origin
 and to a cache."""
-QUIET_SIZE = 16 * MIB
+QUIET_SIZE = 8 * MIB
 """A quiet daemon may use this much more than OWN_SIZE, besides tables and buffers for reads: 256
-jobs, counters, log lines, and the pieces that Python's own allocator keeps."""
+jobs, counters, log lines, and sessions that the next collection of garbage frees."""
 STORE_SIZE = 16 * MIB
 """A daemon with a store may use this much more: its program, shards of remote files that are kept
 open (8 bytes a sample, some KB each), and what 16 threads leave in malloc's arenas."""

@@ -17,19 +17,24 @@ import numpy as np
 import allocator
 from ffserve.engine.shm import keep_freed_memory
 keep_freed_memory()
-blocks = [np.ones(1 << 20, np.uint8) for _ in range(64)]
-last = np.ones(1 << 20, np.uint8)
+if sys.argv[3] == "arrays":
+    held = [np.ones(1 << 20, np.uint8) for _ in range(64)]
+    last = np.ones(1 << 20, np.uint8)
+else:
+    held = [bytes(100) for _ in range(600_000)]
+    some = held[::500]
 if sys.argv[2] == "frees":
-    del blocks
+    del held
 allocator.report(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.read()
 """
 
 
+@pytest.mark.parametrize("what", ["arrays", "objects"])
 @pytest.mark.parametrize("does", ["holds", "frees"])
-def test_memory_that_malloc_keeps_is_not_used(tmp_path: Path, does: str) -> None:
-    command = [sys.executable, "-c", HOLDING, str(tmp_path), does]
+def test_memory_that_allocators_keep_is_not_used(tmp_path: Path, does: str, what: str) -> None:
+    command = [sys.executable, "-c", HOLDING, str(tmp_path), does, what]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
