@@ -169,10 +169,11 @@ class Reader(BaseReader):
         search = self._folder_search(await self._here().current())
         if len(search.last):
             sizes = (await self._here().current()).estimate(search.last)
-            unknown = Rows(await in_thread(lambda: search.look(sizes)))
+            asked = await in_thread(lambda: search.look(sizes))
+            unknown = Rows(search.hear(await self._blocks(asked) if asked else []))
             reading = self._in_order(unknown, READ_AHEAD_COUNT, READ_AHEAD_SIZE)
-            async with contextlib.aclosing(reading) as answers:
-                async for rows, batch, failed in answers:
+            async with contextlib.aclosing(reading) as batches:
+                async for rows, batch, failed in batches:
                     search.take(rows.numbers, batch, failed)
             self._hide_folders(search.found)
 

@@ -551,10 +551,12 @@ class Reader(BaseReader, Sequence[Bytes]):
     def _find_folders(self) -> None:
         search = self._folder_search(self._selector.current())
         if len(search.last):
-            unknown = Rows(search.look(self._estimates_of(Rows(search.last))))
+            asked = search.look(self._estimates_of(Rows(search.last)))
+            answers = self._retrying(methodcaller("named", asked)) if asked else []
+            unknown = Rows(search.hear(answers))
             reading = self._in_order(unknown, READ_AHEAD_COUNT, READ_AHEAD_SIZE)
-            with contextlib.closing(reading) as answers:
-                for rows, batch, failed in answers:
+            with contextlib.closing(reading) as batches:
+                for rows, batch, failed in batches:
                     search.take(rows.numbers, batch, failed)
             self._hide_folders(search.found)
 

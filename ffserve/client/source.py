@@ -285,7 +285,8 @@ class SampleSource(Protocol):
     def named(self, blocks: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return blocks of the names of records, see `formats/members.py`.
 
-        Args: blocks: the position of a shard whose records are members, and the block's number.
+        Args: blocks: the position of a shard whose records are members, and the block's number. Of
+            an FFRecord file ABOUT are the first bytes of its last sample; b"": they are not known.
         """
         ...
 

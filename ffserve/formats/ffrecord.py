@@ -31,7 +31,7 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from ffserve.dtypes import Bytes, Int64s, UInt32s, UInt64s
+from ffserve.dtypes import Bools, Bytes, Int64s, UInt32s, UInt64s
 from ffserve.engine.codec import checksums, small_ffrecord
 from ffserve.errors import ChecksumError, FormatError, ReadError, TruncatedError, UsageError
 from ffserve.formats.base import (
@@ -56,8 +56,23 @@ _COUNT_MAX = (2**63 - 1 - _HEADER.size) // 12
 KEPT_COUNT = 4096
 """The tables of a file with at most this many samples are kept between `open` and `load`."""
 
+LAST_SIZE = 16
+"""So many bytes of a last sample show whether it is a folder index, which ends a packed folder
+(``folders/folder_index.py``)."""
+_FIXED_SIZE, _ITEM_SIZE = 33, 4
+"""Bytes that a folder index has at least: its magic and an empty pickled OrderedDict, and for each
+file two for its name, as a reference to an equal one, and two for its number."""
+
 _U32 = np.dtype("<u4")
 _I64 = np.dtype("<i8")
+
+
+def may_be_indices(sizes: Int64s, counts: Int64s) -> Bools:
+    """Return which last samples may be folder indices by their sizes.
+
+    Args: sizes: of the last samples. counts: of the samples in their files.
+    """
+    return sizes >= _FIXED_SIZE + _ITEM_SIZE * (counts - 1)
 
 
 def tables_end(count: int) -> int:

@@ -512,6 +512,31 @@ class Fetcher:
         self._of(opened).put(NOW, run, future)
         return future
 
+    def send_few(self, opened: OpenObject, start: int, end: int) -> Sent | None:
+        """Send the request of a later `few`, as of `OpenVersion`."""
+        if not len(opened.stored.missing(opened.blocks(start, end))):
+            return Sent()
+        works = self.breaker(opened.pool).works and not opened.remote.is_cached
+        return opened.remote.send(start, end) if works else None
+
+    def few(self, opened: OpenObject, start: int, end: int) -> bytes:
+        """Return bytes, for which no block is fetched: by a request for them alone, if some are not
+        in the store. Raises: FFServeError."""
+        blocks = opened.blocks(start, end)
+        opened.stored.pin(blocks)
+        try:
+            if not len(opened.stored.missing(blocks)):
+                return self._part(opened, int(blocks[0]), start, end, True)
+        finally:
+            opened.stored.unpin(blocks)
+        read = partial(opened.remote.read, start, end, direct=True)
+        attempt = partial(self.breaker(opened.pool).call, read)
+        if scheme_of(opened.identity.url).at_once > ASKED_AT_ONCE:
+            return attempt()
+        future: Future[bytes] = Future()
+        self._of(opened).put(NOW, attempt, future)
+        return future.result()
+
     def _download(self, opened: OpenObject, start: int, end: int, *, direct: bool = False) -> bytes:
         read = partial(opened.remote.read, start, end, direct=direct)
         content = self.breaker(opened.pool).call(read)

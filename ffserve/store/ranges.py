@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from ffserve.errors import FFServeError
 from ffserve.formats.base import ReadAt
+from ffserve.formats.ffrecord import LAST_SIZE
 from ffserve.limits import ASKED_AT_ONCE, OPENED_AT_ONCE
 from ffserve.store import urls
 from ffserve.store.directory import BLOCK_SIZE
@@ -32,8 +33,6 @@ RANGE_SIZE = 4 << 20
 """One request has at most this many bytes; larger ranges come by several requests at once."""
 HEAD_SIZE = 64 << 10
 """Opening an object reads this many bytes first, which contain the tables of a small one."""
-LAST_SIZE = 16
-"""Of the last sample of a small object this many are kept, which show whether it is an index."""
 PIECE_SIZE = 1 << 20
 KEPT_SIZE = 32 << 20
 """Opening a file keeps this many bytes, since some tables are read twice."""
@@ -76,7 +75,7 @@ class RangedObject:
         Raises: FFServeError.
         """
         begin, content = self._last
-        if begin <= start and end <= begin + len(content) and not direct:
+        if self._is_last(start, end) and not direct:
             return content[start - begin : end - begin]
         if scheme_of(self.identity.url).at_once > ASKED_AT_ONCE:
             return self._fetch(start, end, direct)
@@ -85,12 +84,20 @@ class RangedObject:
     def _fetch(self, start: int, end: int, direct: bool) -> bytes:
         return call(self.identity.url, partial(self._remote.read, start, end, direct=direct))
 
+    def _is_last(self, start: int, end: int) -> bool:
+        begin, content = self._last
+        return begin <= start and end <= begin + len(content)
+
+    def send(self, start: int, end: int) -> Sent | None:
+        """Send the request of a later `fetch`, as of `OpenVersion`."""
+        if self._is_last(start, end):
+            return Sent()
+        return self._remote.send(start, end) if breaker_of(self.identity.url).works else None
+
     def send_head(self) -> Sent | None:
         """Send the request of `head`, as of `OpenVersion`."""
-        if self._head or not self.size:
-            return Sent()
-        works = breaker_of(self.identity.url).works
-        return self._remote.send(0, min(HEAD_SIZE, self.size)) if works else None
+        done = self._head or not self.size
+        return Sent() if done else self.send(0, min(HEAD_SIZE, self.size))
 
     def head(self) -> bytes:
         """Return the first HEAD_SIZE bytes, which the next `read_at` has then.

@@ -23,12 +23,16 @@ from origins import HttpOrigin, http_origin
 from tar_files import archive
 
 import ffserve
+import ffserve.aio
 from ffserve import limits, protocol
 from ffserve.cache.jobs import JobProgress
 from ffserve.cache.orders import AnnouncedOrder
+from ffserve.cli import run
 from ffserve.client import failover
 from ffserve.config import ServerConfig
 from ffserve.errors import AccessDenied, FFServeError, ReadError
+from ffserve.formats.ffrecord import LAST_SIZE
+from ffserve.formats.members import ABOUT
 from ffserve.server.files.remote import RemoteShard
 from ffserve.server.reading import fetches
 from ffserve.server.sessions.state import ServerState
@@ -144,6 +148,71 @@ def test_every_format_is_read_through_the_store_once(origin: HttpOrigin, tmp_pat
     own = Store(str(tmp_path / "store"), 1 << 30)
     assert all(own.open(identity_of(url)).complete for url in urls)
     own.abandon()
+
+
+NO_LOOKS = (
+    "from ffserve.errors import ReadError\n"
+    "def few(*_): raise ReadError('the origin does not answer')\n"
+    "f.Fetcher.few, f.Fetcher.send_few = few, lambda *_: None\n"
+)
+OLDER = (
+    "import ffserve.server.sessions.state as s\nnow = s.ServerState.about\n"
+    "s.ServerState.about = lambda self: {**now(self), 'last': False}\n"
+)
+
+
+@pytest.mark.parametrize("patch", ["", NO_LOOKS, OLDER], ids=["looks", "no-looks", "older"])
+def test_opening_large_files_fetched_the_last_block_of_each(
+    origin: HttpOrigin, tmp_path: Path, patch: str
+) -> None:
+    """Its last sample may be the index of a packed folder. Now 16 bytes show whether it is; where
+    they are not to be had, the sample is read."""
+    (tmp_path / "folder").mkdir()
+    for name in ("one", "two"):
+        (tmp_path / "folder" / name).write_bytes(os.urandom(2 * BLOCK))
+    assert run(["pack", str(tmp_path / "folder"), "-o", str(tmp_path / "packed.ffr")]) == 0
+    samples = [os.urandom(BLOCK) for _ in range(4)]
+    urls = [served(origin, tmp_path, samples, f"{k}.ffr") for k in range(70)]
+    urls.insert(3, origin.put("packed.ffr", (tmp_path / "packed.ffr").read_bytes()))
+    urls.append(served(origin, tmp_path, samples, "0.tfrecord", "tfrecord"))
+
+    async def read() -> None:
+        async with ffserve.aio.open(urls[:-1], server=daemon.socket) as reader:
+            assert len(reader) == 70 * 4 + 2
+
+    with serving(**daemon_options(tmp_path, patch=patch)) as daemon:
+        for _ in range(2):
+            with daemon.open(urls[:-1]) as reader:
+                assert len(reader) == 70 * 4 + 2
+                looks = sum(end - begin == LAST_SIZE for _, begin, end in origin.spans)
+                assert looks == (0 if patch == NO_LOOKS else 71)
+                assert (origin.total <= 71 * BLOCK) == (not patch)
+            asyncio.run(read())
+        with daemon.open(urls[:-1]) as reader:
+            assert reader.names[4 * 3 - 1 : 4 * 3 + 3] == ["", "one", "two", ""]
+            assert bytes(reader.read([4 * 3 + 2])[0]) == samples[0]
+
+
+def test_what_is_said_of_last_samples(origin: HttpOrigin, tmp_path: Path) -> None:
+    """Of files of other formats there is nothing to ask, and of local files it is not known."""
+    samples = [os.urandom(BLOCK) for _ in range(4)]
+    urls = [served(origin, tmp_path, samples, "a.ffr"), served(origin, tmp_path, samples[:1], "b")]
+    urls.append(served(origin, tmp_path, [b"few", b"bytes"], "c.ffr"))
+    local = tmp_path / "local.ffr"
+    with ffserve.create(local) as writer:
+        writer.write(samples[0])
+    urls += [str(local), served(origin, tmp_path, samples, "0.tfrecord", "tfrecord")]
+    expect = ["closed a session .*: invalid NAMES message.*"]
+    with serving(**daemon_options(tmp_path, expect=expect)) as daemon, daemon.open(urls) as reader:
+        source = reader._selector.current()
+        asked = [(k, ABOUT) for k in range(4)]
+        assert source.named(asked) == [samples[3][:LAST_SIZE], samples[0][:LAST_SIZE], b"", b""]
+        with pytest.raises(ffserve.FFServeError, match="invalid NAMES message: block 0 of shard 0"):
+            source.named([(0, 0)])
+        with daemon.open(urls) as again:
+            other = again._selector.current()
+            with pytest.raises(ffserve.FFServeError, match="of shard 4"):
+                other.named([(4, ABOUT)])
 
 
 @pytest.mark.stores

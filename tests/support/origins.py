@@ -23,6 +23,7 @@ from urllib.parse import unquote
 
 from daemon import until
 
+from ffserve.formats.ffrecord import LAST_SIZE
 from ffserve.store import fetching
 
 
@@ -107,7 +108,9 @@ class HttpOrigin:
 
     @property
     def total(self) -> int:
-        return sum(self.sent.values())
+        """Bytes that were sent, but for those that show what a last sample is."""
+        looks = sum(end - begin == LAST_SIZE for _, begin, end in self.spans)
+        return sum(self.sent.values()) - LAST_SIZE * looks
 
 
 _KEY = re.compile("Credential=([^/]+)/")

@@ -28,7 +28,7 @@ LAYERS = {
     "store": "limits config engine formats disk system",
     "dataset": "engine formats disk store",
     "writer": "formats disk store",
-    "folders": "engine system disk store writer",
+    "folders": "engine formats system disk store writer",
     # the daemon
     "cache": "limits reads engine formats system",
     "server": "_version limits protocol config engine formats reads dataset disk system cache "

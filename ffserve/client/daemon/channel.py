@@ -150,7 +150,7 @@ class Channel:
         """GETs and LEASEs beyond MOST_REQUESTS, by tag."""
         self._acknowledged: list[int] = []
         self._hits = self._hit_size = 0
-        self.takes_times = False
+        self.takes_times = self.tells_last = False
         """Whether the daemon wants TIMES."""
         self._times: NDArray[np.uint64] | None = None
         """How long hits took, not reported yet; see `MappedView.take_times`."""

@@ -58,6 +58,7 @@ class Handshake:
         takes_orders = about.get("orders") is True
         self.channel = Channel(path, decoder, takes_orders=takes_orders, memories=self._memories)
         self.channel.takes_times = about.get("times") is True
+        self.channel.tells_last = about.get("last") is True
         self.fetches = _texts(about.get("remote"))
         """Protocols by which the daemon fetches remote files."""
         self.shares_prepared = about.get("prepared") is True

@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary
 from ffserve.disk.files import os_error
 from ffserve.engine.many_files import close_fds
 from ffserve.errors import FFServeError, ReadError, UsageError
+from ffserve.formats.ffrecord import FORMAT as FFRECORD
 from ffserve.limits import ASKED_AT_ONCE, MOST_SCANS
 from ffserve.server.files.admission import Admission
 from ffserve.server.files.charges import TablesFull
@@ -35,7 +36,7 @@ from ffserve.server.files.parsing import (
     ShardParser,
     close_passed,
 )
-from ffserve.server.files.remote import WantedFile
+from ffserve.server.files.remote import RemoteFiles, WantedFile
 from ffserve.server.files.shards import (
     FileIdentity,
     OpenShard,
@@ -194,15 +195,28 @@ class ShardOpener:
             unproven += self._hold_readable(pending, files)
             await asyncio.sleep(0)
         new = [position for files in unproven for position in files.positions]
-        if not new:
-            return
-        with self._admission.promising(request, peer.owner, new):
-            await self._admission.make_room(request, peer, new)
-            for files in unproven:
-                # Another OPEN of this user may have opened them in the meantime.
-                for left in self._hold_readable(pending, files):
-                    await self._obtain(pending, left.identify, left.close)
-                await asyncio.sleep(0)
+        if new:
+            with self._admission.promising(request, peer.owner, new):
+                await self._admission.make_room(request, peer, new)
+                for files in unproven:
+                    # Another OPEN of this user may have opened them in the meantime.
+                    for left in self._hold_readable(pending, files):
+                        await self._obtain(pending, left.identify, left.close)
+                    await asyncio.sleep(0)
+        await self._read_lasts(pending, remote, positions)
+
+    async def _read_lasts(
+        self, pending: PendingOpen, remote: RemoteFiles, positions: list[int]
+    ) -> None:
+        """Look at the last samples of remote files that nobody has looked at."""
+        for first in range(0, len(positions), REMOTE_COUNT):
+            shards = [pending.found[k] for k in positions[first : first + REMOTE_COUNT]]
+            left = [shard for shard in shards if shard.remote and shard.remote.last is None]
+            left = [shard for shard in left if shard.format == FFRECORD.name and shard.count]
+            if left:
+                read = partial(self._parser.read_lasts, remote, left, pending.peer.owner)
+                await in_thread(read)
+            await asyncio.sleep(0)
 
     def _hold_readable(
         self, pending: PendingOpen, files: IdentifiedObjects

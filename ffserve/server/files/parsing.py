@@ -28,6 +28,7 @@ from ffserve.dtypes import Int32s, Int64s
 from ffserve.engine.io import open_direct_all
 from ffserve.engine.many_files import States, clear_flags, close_fds, open_again, stat_fds
 from ffserve.errors import FFServeError, ReadError
+from ffserve.formats.ffrecord import may_be_indices
 from ffserve.limits import TABLE_SAMPLE_SIZE
 from ffserve.reads.page_cache import open_cached
 from ffserve.reads.shard_tables import (
@@ -45,7 +46,7 @@ from ffserve.server.files.remote import RemoteFiles, RemoteShard, WantedFile, bl
 from ffserve.server.files.shards import FileIdentity, OpenShard, PassedFile, Request, ShardKey
 from ffserve.server.users.access import Rules
 from ffserve.server.users.domains import Domain
-from ffserve.server.users.peers import Peer
+from ffserve.server.users.peers import Owner, Peer
 from ffserve.store.blocks import holding_heads
 from ffserve.store.fetching import OpenObject
 
@@ -377,6 +378,26 @@ class ShardParser:
                 firsts, lasts = blocks_of(each, offsets, lengths, stored.block_size)
             taken.append(RemoteShard(stored, {files.peer.owner: files.take(k)}, firsts, lasts))
         return taken
+
+    def read_lasts(self, remote: RemoteFiles, shards: list[OpenShard], owner: Owner) -> None:
+        """Keep the first bytes of those last samples of remote FFRecord files that may be folder
+        indices: clients ask for them at once, and would make the whole sample be fetched."""
+        counts = np.array([shard.count for shard in shards], np.int64)
+        numbers = np.array([shard.base for shard in shards], np.int64) + counts - 1
+        begins = self._directory.offsets[numbers].astype(np.int64)
+        sizes = self._directory.lengths(numbers)
+        ends = np.array([shard.size for shard in shards], np.int64)
+        asked = may_be_indices(sizes, counts) & (begins + sizes <= ends)
+        lasts, chosen = list[tuple[OpenObject, int]](), list[RemoteShard]()
+        for shard, begin, may_be in zip(shards, begins.tolist(), asked.tolist(), strict=True):
+            assert shard.remote is not None
+            if may_be:
+                lasts.append((shard.remote.object_for([owner]), begin))
+                chosen.append(shard.remote)
+            else:
+                shard.remote.last = b""
+        for each, head in zip(chosen, remote.begins(lasts), strict=True):
+            each.last = head
 
     # ---- their shards ---------------------------------------------------------------------------
 

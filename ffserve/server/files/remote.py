@@ -33,6 +33,7 @@ from ffserve.config import ServerConfig, format_size
 from ffserve.dtypes import Int32s, Int64s, UInt32s
 from ffserve.errors import FFServeError, FormatError, MissingFile, ReadError, UsageError
 from ffserve.formats.base import Admit, ForetoldReadAt, Shard
+from ffserve.formats.ffrecord import LAST_SIZE
 from ffserve.limits import MOST_ORIGINS, MOST_TAG, MOST_URL, PROVEN_AT_ONCE
 from ffserve.protocol import EVERY
 from ffserve.reads.shard_tables import Tables
@@ -91,6 +92,9 @@ class RemoteShard:
     firsts: Int32s
     lasts: Int32s
     worth: UInt32s = field(init=False)
+    last: bytes | None = None
+    """The first bytes of the last sample, if it may be a folder index; b"": they are not known.
+    None: nobody has looked."""
     proofs: dict[Owner, bytes] = field(default_factory=dict)
     """By user: the digest of the access with which the origin let the user read the object."""
 
@@ -283,6 +287,25 @@ class RemoteFiles:
             if not (self.fetcher.repair(opened, there) or self._came_damaged(opened, list(blocks))):
                 raise
         return read()
+
+    def begins(self, lasts: Sequence[tuple[OpenObject, int]]) -> list[bytes]:
+        """Return the first bytes of last samples; b"" where the origin fails.
+
+        Args: lasts: objects, and the offset of the last sample in each.
+        """
+
+        def extent(last: tuple[OpenObject, int]) -> tuple[OpenObject, int, int]:
+            opened, begin = last
+            return opened, begin, begin + LAST_SIZE
+
+        def read(last: tuple[OpenObject, int]) -> bytes:
+            with contextlib.suppress(FFServeError, OSError):
+                return self.fetcher.few(*extent(last))
+            return b""
+
+        urls = [opened.identity.url for opened, _ in lasts]
+        send = lambda last: self.fetcher.send_few(*extent(last))  # noqa: E731
+        return list(pipelined(read, send, lasts, urls, PROVEN_AT_ONCE))
 
     def _came_damaged(self, opened: OpenObject, blocks: Sequence[int]) -> bool:
         """Fetch blocks again in which an error was found; return whether any has other bytes now.

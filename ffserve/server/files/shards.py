@@ -14,7 +14,8 @@ from ffserve.cache.inventory import CHUNKED, PREPARED, TOLERANT, VERIFIED, Shard
 from ffserve.cache.tables import SMALL_RECORD_SIZE
 from ffserve.disk.shardfile import Contradiction, FileState
 from ffserve.formats.base import ChunkedShard
-from ffserve.formats.members import Members
+from ffserve.formats.ffrecord import FORMAT as FFRECORD
+from ffserve.formats.members import ABOUT, Members
 from ffserve.server.files.charges import TableCharge
 from ffserve.server.files.preparations import Preparation, Preparations
 from ffserve.server.files.remote import RemoteShard
@@ -124,6 +125,15 @@ class OpenShard:
     """Who pays for its tables; None: nobody, since it is a predecessor's, or prepared."""
     adopted: bool = False
     """Whether it is a predecessor's, and no client has passed a descriptor of it yet."""
+
+    def block(self, number: int) -> bytes | None:
+        """Return a block of NAMES; None: there is none."""
+        members = self.members
+        if members is not None and (number == ABOUT or number < len(members.blocks)):
+            return members.block(number)
+        if self.format != FFRECORD.name or number != ABOUT:
+            return None
+        return b"" if self.remote is None else self.remote.last or b""
 
     @property
     def opened(self) -> FileState:

@@ -22,7 +22,6 @@ from ffserve.errors import (
     ReadError,
     UsageError,
 )
-from ffserve.formats.members import ABOUT
 from ffserve.limits import MOST_DATASETS, MOST_USER_DATASETS
 from ffserve.server.files.remote import identity_from
 from ffserve.server.files.shards import Identity, OpenShard, PassedFile, Request
@@ -361,11 +360,11 @@ class SessionDatasets:
         found: list[bytes] = []
         size = 0
         for shard, number in np.frombuffer(message.blocks, "<u4").reshape(-1, 2).tolist():
-            members = shards[shard].members if shard < len(shards) else None
-            if members is None or not (number == ABOUT or number < len(members.blocks)):
+            block = shards[shard].block(number) if shard < len(shards) else None
+            if block is None:
                 raise ProtocolError(f"invalid NAMES message: block {number} of shard {shard}")
-            found.append(members.block(number))
-            size += len(found[-1])
+            found.append(block)
+            size += len(block)
             if size >= NAMED_SIZE:
                 break
         self._context.send(protocol.Named(message.tag, list(found)))

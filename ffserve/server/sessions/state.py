@@ -260,6 +260,7 @@ class ServerState:
             "times": True,
             "prepared": True,
             "members": True,
+            "last": True,
             "items": True,
             "remote": [] if remote is None else remote.protocols,
         }
