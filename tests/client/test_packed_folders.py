@@ -27,7 +27,8 @@ from ffserve.errors import (
 )
 from ffserve.folders import FolderSearch, folder_index, pack
 from ffserve.folders.folder_index import MAGIC, encode
-from ffserve.folders.packed_files import may_be_indices
+from ffserve.formats.ffrecord import may_be_indices
+from ffserve.formats.members import ABOUT
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ffrecord"
 FILES = {
@@ -295,11 +296,12 @@ def test_a_file_that_was_replaced_is_left_to_the_source(tree: Path, server: str)
         source = reader.current_source()
         search = FolderSearch(source.shards, source.states, ())
         sizes = source.estimate(search.last)
-        assert search.look(sizes).tolist() == [] and search.found == [18]
+        assert search.look(sizes) == [] and search.found == [18]
         (tree.parent / "new.ffr").write_bytes(bytes(path.stat().st_size))
         os.replace(tree.parent / "new.ffr", path)
         search = FolderSearch(source.shards, source.states, ())
-        assert search.look(sizes).tolist() == [18] and search.found == []
+        assert search.look(sizes) == [(0, ABOUT)] and search.found == []
+        assert search.hear(source.named([(0, ABOUT)])).tolist() == [18] and search.found == []
         with pytest.raises(ReadError, match="lost"):
             search.take(search.last, [], {0: ReadError("lost")})
 

@@ -204,13 +204,13 @@ def test_what_is_said_of_last_samples(origin: HttpOrigin, tmp_path: Path) -> Non
     urls += [str(local), served(origin, tmp_path, samples, "0.tfrecord", "tfrecord")]
     expect = ["closed a session .*: invalid NAMES message.*"]
     with serving(**daemon_options(tmp_path, expect=expect)) as daemon, daemon.open(urls) as reader:
-        source = reader._selector.current()
+        source = reader.current_source()
         asked = [(k, ABOUT) for k in range(4)]
         assert source.named(asked) == [samples[3][:LAST_SIZE], samples[0][:LAST_SIZE], b"", b""]
         with pytest.raises(ffserve.FFServeError, match="invalid NAMES message: block 0 of shard 0"):
             source.named([(0, 0)])
         with daemon.open(urls) as again:
-            other = again._selector.current()
+            other = again.current_source()
             with pytest.raises(ffserve.FFServeError, match="of shard 4"):
                 other.named([(4, ABOUT)])
 
