@@ -516,8 +516,7 @@ class Fetcher:
         """Send the request of a later `few`, as of `OpenVersion`."""
         if not len(opened.stored.missing(opened.blocks(start, end))):
             return Sent()
-        works = self.breaker(opened.pool).works and not opened.remote.is_cached
-        return opened.remote.send(start, end) if works else None
+        return opened.remote.send(start, end) if self.breaker(opened.pool).works else None
 
     def few(self, opened: OpenObject, start: int, end: int) -> bytes:
         """Return bytes, for which no block is fetched: by a request for them alone, if some are not
