@@ -77,6 +77,7 @@ lint: setup
 	@$(python) -m mypy
 
 check: lint
+	@bash .ci/setup --check
 	@mkdir -p .coverage && rm -f .coverage/*
 	@FFSERVE_NEW_EXAMPLES=1 $(python) -m coverage run -m pytest -q $(parallel) --timeout 600
 	@FFSERVE_NEW_EXAMPLES=1 $(python) -m coverage run -m pytest -q $(parallel) --timeout 600 $(slow)
@@ -106,7 +107,8 @@ test: setup
 quick: setup
 	@$(call run_tests,quick)
 
-check-rest: setup
+check-rest:
+	@bash .ci/setup --check
 	@$(call run_tests,check-rest,$(slow))
 
 costs: setup

@@ -86,10 +86,8 @@ def test_a_clone_that_is_changed_is_another_file(folder: Path) -> None:
 
 def test_a_snapshot_has_the_inodes_of_its_subvolume(folder: Path) -> None:
     original, snapshot = folder / "original", folder / "snapshot"
-    made = subprocess.run(
-        ["btrfs", "subvolume", "create", str(original)], capture_output=True, check=False
-    )
-    if made.returncode:
+    make = ["btrfs", "subvolume", "create", str(original)]
+    if not shutil.which("btrfs") or subprocess.run(make, check=False).returncode:
         pytest.skip("needs btrfs")
     write(original / "a.ffr", TRUTH)
     subprocess.run(

@@ -573,7 +573,7 @@ def test_users_share_nothing_of_an_origin_that_is_not_common(tmp_path: Path, com
             for user in (4001, 4002):
                 done = run_python(READ, url, daemon.socket, user, warm)
                 assert done.stdout.split() == ["300", str(sum(map(len, samples)))]
-            assert origin.sent["a.ffr"] == (size if common else 2 * size)
+            assert origin.sent_of("a.ffr") == (size if common else 2 * size)
             users = {domain["user"] for domain in daemon.status()["domains"]}
             assert users == ({None} if common else {4001, 4002})
             # Whom the origin refuses gets nothing, whatever is in memory and on disk.

@@ -106,11 +106,16 @@ class HttpOrigin:
         self.ranges, self.bodies, self.password, self.ends = True, True, "", False
         self.stalled.clear()
 
+    def sent_of(self, name: str) -> int:
+        """Return the bytes of a file that were sent, but for those that show what its last sample
+        is."""
+        looks = sum(each == name and end - begin == LAST_SIZE for each, begin, end in self.spans)
+        return self.sent[name] - LAST_SIZE * looks
+
     @property
     def total(self) -> int:
-        """Bytes that were sent, but for those that show what a last sample is."""
-        looks = sum(end - begin == LAST_SIZE for _, begin, end in self.spans)
-        return sum(self.sent.values()) - LAST_SIZE * looks
+        """The same of all files."""
+        return sum(map(self.sent_of, list(self.sent)))
 
 
 _KEY = re.compile("Credential=([^/]+)/")
