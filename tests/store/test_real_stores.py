@@ -24,7 +24,7 @@ import pytest
 from command import text_of
 from daemon import Daemon, Raw, run_python, started, until
 from failing_proxy import failing_proxy
-from origins import http_origin
+from origins import ask_origins, http_origin
 from server_process import running
 from store_servers import free_port, read_by_a_cache, reading_daemon, small_store, wait_for, written
 
@@ -198,6 +198,7 @@ def test_a_run_survives_that_every_request_fails_once(
     """Inputs and output of a job: each request is refused, or done without an answer, and made
     again."""
     system, name = bucket
+    ask_origins(60.0, 60.0, 0.01)  # a rename is tried once for each of its requests
     files = {"a.txt": b"one\n", "sub/b.txt": b"two\n" * 100_000, "sub/_hidden": b"x"}
     for key, content in files.items():
         system.pipe_file(f"{name}/in/{key}", content)
