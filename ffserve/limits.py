@@ -19,7 +19,8 @@ limit of all users.
 - bytes on their way from origins, FETCH_SIZE for each of ORIGIN_THREADS requests to each of
   MOST_ORIGINS: 4 GiB; and for each run of neighbouring blocks that waits 3 KB, and 200 bytes for
   each of its blocks, POOL_BLOCKS and MOST_QUEUED of announced orders at each of these: 700 MB;
-- first blocks of remote files that are opened, PROVEN_AT_ONCE for each of USER_OPENINGS: 512 MiB;
+- first blocks of remote files that are opened, PROVEN_AT_ONCE for each of USER_OPENINGS: 512 MiB,
+  or HEAD_SIZE of those that are long, REMOTE_COUNT for each: 512 MiB;
 - tables of open files, TABLE_SAMPLE_SIZE bytes per sample, and of files that are closed while their
   samples are kept: four fifths of 1 part in TABLES_SHARE of the arena (at least of
   LEAST_TABLES_SIZE, at most of half the memory beside the arena). Of these, MOST_UNBACKED may be
@@ -101,6 +102,8 @@ PROVEN_AT_ONCE = 64
 """Remote files of one OPEN whose origin is asked at the same time whether the user may read them,
 for their first blocks as a rule; further ones wait. Over 20 ms latency that takes 0.3 ms for each,
 less than the CPU that a file costs."""
+REMOTE_COUNT = 256
+"""Remote files of one OPEN of which the beginnings are kept until their tables are read."""
 MOST_SCANS = 1
 """Tolerant scans of one user at once, which search damaged files for intact records; further ones
 wait."""
@@ -149,6 +152,8 @@ ORIGIN_THREADS = 16
 MOST_UNUSED = 256
 """Connections to origins that are kept for later requests, of which users can name any number;
 beyond, the oldest is closed."""
+HEAD_SIZE = 64 << 10
+"""Opening a long remote file asks for this many bytes first, which contain the tables of most."""
 FETCH_SIZE = 4 << 20
 """Bytes of one request to an origin; each costs milliseconds of CPU and a round trip."""
 MOST_ACCESS = 64 << 10
@@ -184,8 +189,8 @@ were seen first are evicted first."""
 
 SHARDS_PART, EXTRA_PART, SESSIONS_PART = 3 / 4, 1 / 8, 1 / 4
 """Parts of the limit on open files; see above."""
-FDS_OF_OBJECT = 4
-"""Descriptors of a remote object besides that of its shard; Python's `mmap` has one of its own."""
+FDS_OF_OBJECT = 2
+"""Descriptors of a remote object besides that of its shard: the two files of the store."""
 PASSED_SHARE = 32
 """An OPEN asks the client for 1 part in PASSED_SHARE of the descriptors at once, since several
 sessions of one user may pass some at the same time."""

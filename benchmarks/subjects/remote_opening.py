@@ -28,7 +28,7 @@ LATENCY_S = 0.02
 SAMPLES, SAMPLE_SIZE = 16, 4096
 THREADS = 64
 """Of the yardstick."""
-DESCRIPTORS = 10
+DESCRIPTORS = 7
 """The daemon needs fewer for a remote file, of which half are for one user."""
 
 

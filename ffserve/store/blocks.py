@@ -22,7 +22,8 @@ is compared with its checksum before its first use.
 
 The kernel's locks on bytes of ``state`` (of open file descriptions, so they end with the process)
 say what processes do: CLAIMS + block: is fetching it; PINS + block: is reading it, nobody may evict
-it; OPEN: has the object open.
+it; OPEN: has the object open. A process has one description of an object that it has open, and
+opens another one to evict, which sees the locks of all.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ import contextlib
 import errno
 import fcntl
 import functools
-import mmap
 import os
 import struct
 import threading
@@ -45,7 +45,7 @@ from numpy.typing import NDArray
 from ffserve.dtypes import Int64s
 from ffserve.engine.codec import CRC_32C, checksums, crc32c
 from ffserve.errors import ServerUnavailable
-from ffserve.system.memfd import punch
+from ffserve.system.memfd import map_file, punch
 
 ABSENT, RESERVED, PRESENT, UNCHECKED = range(4)
 """The states of a block. A RESERVED block counts in the size of the store, but is not written
@@ -181,7 +181,8 @@ class BlockState:
         self.directory = directory
         self._path = f"{directory}/state"
         self.fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOATIME)
-        """For claims, and to evict."""
+        """For locks."""
+        self._is_opened = False
         try:
             self._map()
         except BaseException:
@@ -202,15 +203,21 @@ class BlockState:
         self.identity = identity.decode("utf-8", "surrogateescape")
         self.size, self.block_size, self.boot = size, block_size, boot
         self.count = block_count(size, block_size)
-        self._mapping = mmap.mmap(self.fd, state_size(size, block_size))
-        tables = np.frombuffer(self._mapping, np.uint32)[HEAD_SIZE // 4 :]
+        # A mapping keeps a description, and with it the locks, for as long as an array is over it.
+        other = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NOATIME)
+        try:
+            self._mapping = map_file(other, state_size(size, block_size))
+        finally:
+            os.close(other)
+        tables = self._mapping[HEAD_SIZE:].view(np.uint32)
         self.words, self.checksums, self.uses = tables.reshape(3, self.count)
 
     def uncheck(self) -> None:
         """Mark all blocks that were written before this start of the machine as unchecked. No other
         process may have the object open."""
         self.words[self.words == PRESENT] = UNCHECKED
-        self._mapping[32:68] = self.boot = boot_id()
+        self.boot = boot_id()
+        self._mapping[32:68] = np.frombuffer(self.boot.ljust(36, b"\0"), np.uint8)
 
     def held(self, first: int, count: int = 1) -> int:
         """Return the bytes that blocks take on disk, from `first` on."""
@@ -240,7 +247,14 @@ class BlockState:
     @property
     def is_open(self) -> bool:
         """Whether any process has the object open."""
-        return is_locked(self.fd, OPEN)
+        return self._is_opened or is_locked(self.fd, OPEN)
+
+    def note_open(self) -> None:
+        """Note that this process has the object open, until `close`. Raises: OSError."""
+        lock(self.fd, fcntl.F_RDLCK, OPEN)
+        self._is_opened = True
+        now = time.time()
+        os.utime(self.fd, (now, now))
 
     @property
     def used_at(self) -> float:
@@ -253,29 +267,23 @@ class BlockState:
         Args: moved: counts evicted blocks.
         Raises: OSError.
         """
-        if not lock(self.fd, fcntl.F_WRLCK, PINS + block):
-            return False
-        try:
-            if self.words[block] == RESERVED and self._is_claimed(block):
+        # An opening does not see its own locks.
+        with open(self._path, "rb+", buffering=0) as other:
+            if not lock(other.fileno(), fcntl.F_WRLCK, PINS + block):
+                return False
+            if self.words[block] == RESERVED and is_locked(other.fileno(), CLAIMS + block):
                 return False
             with open(f"{self.directory}/data", "rb+", buffering=0) as data:
                 self.words[block] = ABSENT
                 moved += np.uint64(1)
                 punch(data.fileno(), block * self.block_size, self.held(block))
-        finally:
-            lock(self.fd, fcntl.F_UNLCK, PINS + block)
         return True
-
-    def _is_claimed(self, block: int) -> bool:
-        # An opening does not see its own locks.
-        with open(self._path, "rb+", buffering=0) as other:
-            return is_locked(other.fileno(), CLAIMS + block)
 
     def close(self) -> None:
         """Close the file; the mapping stays as long as an array over it."""
         if self.fd >= 0:
             os.close(self.fd)
-            self.fd = -1
+            self.fd, self._is_opened = -1, False
 
 
 class StoredObject:
@@ -292,19 +300,14 @@ class StoredObject:
         """The checksums of blocks with damaged records that the origin has sent twice alike."""
         self._lock = threading.Lock()
         self._pins = np.zeros(state.count, np.int32)
-        path = f"{state.directory}/state"
-        self._pin_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self.data_fd = -1
+        self.data_fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         """Of the sparse file."""
         try:
-            self.data_fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
             if os.fstat(self.data_fd).st_size != state.size:
                 raise ValueError("the length of the data file differs from that of the object")
-            lock(self._pin_fd, fcntl.F_RDLCK, OPEN)
-            now = time.time()
-            os.utime(self._pin_fd, (now, now))
+            state.note_open()
         except BaseException:
-            self.close()
+            os.close(self.data_fd)
             raise
 
     @property
@@ -344,22 +347,22 @@ class StoredObject:
             new = blocks[self._pins[blocks] == 0]
             try:
                 for first, count in runs(new):
-                    lock(self._pin_fd, fcntl.F_RDLCK, PINS + first, count, wait=True)
+                    lock(self.state.fd, fcntl.F_RDLCK, PINS + first, count, wait=True)
             except OSError:
                 with contextlib.suppress(OSError):
                     for first, count in runs(new):
-                        lock(self._pin_fd, fcntl.F_UNLCK, PINS + first, count)
+                        lock(self.state.fd, fcntl.F_UNLCK, PINS + first, count)
                 raise
             self._pins[blocks] += 1
 
     def unpin(self, blocks: Int64s) -> None:
         """Take back one `pin`."""
         with self._lock:
-            if self._pin_fd < 0:
+            if self.state.fd < 0:
                 return
             self._pins[blocks] -= 1
             for first, count in runs(blocks[self._pins[blocks] == 0]):
-                lock(self._pin_fd, fcntl.F_UNLCK, PINS + first, count)
+                lock(self.state.fd, fcntl.F_UNLCK, PINS + first, count)
 
     def claim(self, first: int, count: int = 1) -> bool:
         """Claim neighbouring blocks, so that only this process fetches them; return False, without
@@ -373,7 +376,7 @@ class StoredObject:
             lock(self.state.fd, fcntl.F_UNLCK, CLAIMS + first, count)
 
     def _check_open(self) -> None:
-        if self._pin_fd < 0:
+        if self.state.fd < 0:
             raise ServerUnavailable(
                 "cannot read the file: the reader was closed, or now reads from another source"
             )
@@ -430,12 +433,10 @@ class StoredObject:
 
     def close(self) -> None:
         """Give up pins, claims and files. A child process gives up only its copies."""
-        with contextlib.suppress(OSError):
-            for fd in (self._pin_fd, self.data_fd):
-                if fd >= 0:
-                    os.close(fd)
-        self._pin_fd = self.data_fd = -1
         self.state.close()
+        fd, self.data_fd = self.data_fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ from ffserve.dtypes import Int64s
 from ffserve.engine.codec import crc32c
 from ffserve.errors import FFServeError, MissingFile, ReadError, UsageError
 from ffserve.formats.base import ForetoldReadAt
-from ffserve.limits import ASKED_AT_ONCE, FETCH_SIZE, MOST_READ_AHEAD, ORIGIN_THREADS
+from ffserve.limits import ASKED_AT_ONCE, FETCH_SIZE, HEAD_SIZE, MOST_READ_AHEAD, ORIGIN_THREADS
 from ffserve.store import origin, urls
 from ffserve.store.blocks import PRESENT, RESERVED, UNCHECKED, StoredObject, write_at
 from ffserve.store.blocks import runs as neighbours
@@ -291,6 +291,9 @@ class OpenObject:
     network is asked for, at least.
     """
 
+    head = b""
+    """The bytes with which the origin has shown that it may be read, until its tables are read."""
+
     def __init__(
         self,
         stored: StoredObject,
@@ -447,9 +450,11 @@ class Fetcher:
         return found
 
     def prove(self, opened: OpenObject) -> None:
-        """Let the origin show that an object may be read: with the first block, if that is missing
-        and nobody has asked for it. Raises: FFServeError."""
-        if self._shows(opened):
+        """Let the origin show that an object may be read: with the first block, or the beginning of
+        a long object, if that is missing and nobody has asked for it. Raises: FFServeError."""
+        if self._shows(opened) and self._is_long(opened):
+            opened.head = self.few(opened, 0, HEAD_SIZE)
+        elif self._shows(opened):
             here = scheme_of(opened.identity.url).at_once > ASKED_AT_ONCE
             self.ask(opened, [0], NOW, None, here=here)[0].result()
         if not opened.remote.proven:
@@ -463,7 +468,8 @@ class Fetcher:
         if not self.breaker(opened.pool).works:
             return None
         if self._shows(opened):
-            return remote.send(0, opened.stored.state.end(0))
+            end = HEAD_SIZE if self._is_long(opened) else opened.stored.state.end(0)
+            return remote.send(0, end)
         return origin.send_info(remote.identity.url, opened.access)
 
     def _shows(self, opened: OpenObject) -> bool:
@@ -471,6 +477,13 @@ class Fetcher:
         stored = opened.stored
         missing = stored.count and stored.state.words[0] != PRESENT
         return bool(missing) and not self.is_asked(opened, 0)
+
+    @staticmethod
+    def _is_long(opened: OpenObject) -> bool:
+        """Whether the tables are worth a request of their own: a data set of many files has
+        gigabytes of first blocks, and its jobs may read others first."""
+        stored = opened.stored
+        return stored.count > 1 and stored.block_size > HEAD_SIZE and not opened.remote.is_cached
 
     def _most(self, opened: OpenObject) -> int:
         """Return how many blocks come by one request; of a cache network each block by itself."""
@@ -528,8 +541,7 @@ class Fetcher:
                 return self._part(opened, int(blocks[0]), start, end, True)
         finally:
             opened.stored.unpin(blocks)
-        read = partial(opened.remote.read, start, end, direct=True)
-        attempt = partial(self.breaker(opened.pool).call, read)
+        attempt = partial(self._download, opened, start, end, direct=True)
         if scheme_of(opened.identity.url).at_once > ASKED_AT_ONCE:
             return attempt()
         future: Future[bytes] = Future()

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from ffserve.errors import FFServeError
 from ffserve.formats.base import ReadAt
 from ffserve.formats.ffrecord import LAST_SIZE
-from ffserve.limits import ASKED_AT_ONCE, OPENED_AT_ONCE
+from ffserve.limits import ASKED_AT_ONCE, HEAD_SIZE, OPENED_AT_ONCE
 from ffserve.store import urls
 from ffserve.store.directory import BLOCK_SIZE
 from ffserve.store.fetching import NOW, Outcome, breaker_of, call, threads_of
@@ -31,8 +31,6 @@ R = TypeVar("R")
 
 RANGE_SIZE = 4 << 20
 """One request has at most this many bytes; larger ranges come by several requests at once."""
-HEAD_SIZE = 64 << 10
-"""Opening an object reads this many bytes first, which contain the tables of a small one."""
 PIECE_SIZE = 1 << 20
 KEPT_SIZE = 32 << 20
 """Opening a file keeps this many bytes, since some tables are read twice."""

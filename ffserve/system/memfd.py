@@ -295,6 +295,13 @@ def map_read_only(fd: int, offset: int, size: int) -> NDArray[np.uint8]:
     return mapped[lead:]
 
 
+def map_file(fd: int, size: int) -> NDArray[np.uint8]:
+    """Map the first `size` bytes of a file for reading and writing; the array keeps the mapping
+    alive. Python's `mmap` would keep a descriptor as well. Raises: OSError, ValueError."""
+    mapped: NDArray[np.uint8] = np.asarray(_Mapping(fd, 0, size, writable=True))
+    return mapped
+
+
 # ---- locks on a byte of a file, which show who still uses it -------------------------------------
 
 

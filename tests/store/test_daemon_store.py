@@ -33,6 +33,7 @@ from ffserve.config import ServerConfig
 from ffserve.errors import AccessDenied, FFServeError, ReadError
 from ffserve.formats.ffrecord import LAST_SIZE
 from ffserve.formats.members import ABOUT
+from ffserve.limits import HEAD_SIZE
 from ffserve.server.files.remote import RemoteShard
 from ffserve.server.reading import fetches
 from ffserve.server.sessions.state import ServerState
@@ -191,6 +192,37 @@ def test_opening_large_files_fetched_the_last_block_of_each(
         with daemon.open(urls[:-1]) as reader:
             assert reader.names[4 * 3 - 1 : 4 * 3 + 3] == ["", "one", "two", ""]
             assert bytes(reader.read([4 * 3 + 2])[0]) == samples[0]
+
+
+def test_opening_long_files_fetched_the_first_block_of_each(
+    origin: HttpOrigin, tmp_path: Path
+) -> None:
+    """Half a megabyte of each, which is gigabytes for a large data set. Now it asks for the
+    beginning, which has the tables; where these came damaged, or are longer, a block is fetched."""
+    samples = [os.urandom(400_000) for _ in range(3)]
+    served(origin, tmp_path, samples, "0.ffr")
+    content, count = origin.files["0.ffr"], limits.REMOTE_COUNT + 2
+    urls = [origin.put(f"{k}.ffr", content) for k in range(count)]
+    many = [b"%08d" % k * 25 for k in range(HEAD_SIZE // 8)]
+    others = [
+        served(origin, tmp_path, many, "many.ffr"),
+        served(origin, tmp_path, samples, "0.tfrecord", "tfrecord"),
+    ]
+    with serving(**{**daemon_options(tmp_path), "patch": ""}) as daemon:
+        with daemon.open(urls) as reader:
+            assert origin.total == HEAD_SIZE * count
+            assert plain(reader.read([7, 1, 3 * count - 1])) == [samples[k] for k in (1, 1, 2)]
+            requests = origin.requests["GET"]
+            with daemon.open(urls) as again:
+                assert len(again) == 3 * count and origin.requests["GET"] == requests
+        before, origin.wrong[100] = origin.total, 1
+        with daemon.open(urls[8]) as reader:
+            assert origin.wrong == {100: 0}
+            assert plain(reader.read(range(3))) == samples
+        with daemon.open(others) as reader:
+            assert plain(reader.read([len(many) - 1, len(many) + 2])) == [many[-1], samples[2]]
+        whole = len(content) + sum(len(origin.files[name]) for name in ("many.ffr", "0.tfrecord"))
+        assert origin.total - before <= whole + 3 * HEAD_SIZE
 
 
 def test_what_is_said_of_last_samples(origin: HttpOrigin, tmp_path: Path) -> None:
@@ -900,14 +932,16 @@ def test_objects_with_blocks_of_another_size_are_read_on(
         ):
             for k in order:
                 assert bytes(reader.read([k])[0]) == samples[k % 20]["a"]
-        assert origin.sent["old.tar"] <= len(content) and origin.sent["new.tar"] <= len(content)
+        assert origin.sent["old.tar"] <= len(content) + HEAD_SIZE
+        assert origin.sent["new.tar"] <= len(content)
     store = Store(str(tmp_path / "store"), 1 << 30)
     fetcher = Fetcher(store)
     old, new = (fetcher.open(identity_of(url)) for url in urls)
     assert sizes == (old.stored.block_size, new.stored.block_size)
     assert fetcher.content(old, 0, len(content)) == content
     assert fetcher.content(new, 0, len(content)) == content
-    assert origin.sent["old.tar"] == origin.sent["new.tar"] == len(content)
+    assert origin.sent["old.tar"] == len(content) + HEAD_SIZE, "opening looked at its beginning"
+    assert origin.sent["new.tar"] == len(content)
     store.abandon()
 
 

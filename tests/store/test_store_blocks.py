@@ -23,8 +23,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ffserve.errors import AccessDenied, ReadError, UsageError
+from ffserve.limits import FDS_OF_OBJECT
 from ffserve.store import blocks as on_disk
-from ffserve.store.blocks import ABSENT, PRESENT, RESERVED, UNCHECKED, StoredObject, runs
+from ffserve.store.blocks import (
+    ABSENT,
+    PRESENT,
+    RESERVED,
+    UNCHECKED,
+    BlockState,
+    StoredObject,
+    runs,
+)
 from ffserve.store.directory import Store
 from ffserve.store.origin import ObjectVersion
 
@@ -156,6 +165,26 @@ def test_the_limit_holds_on_disk(directory: Path) -> None:
 
 
 @pytest.mark.check
+def test_an_open_object_had_four_descriptors(directory: Path) -> None:
+    """One for pins, one of the mapping. Pins and claims count for the process that has them, too,
+    and end with the object, although an array keeps its mapping."""
+    store = Store(str(directory), LIMIT, BLOCK)
+    before = len(os.listdir("/proc/self/fd"))
+    stored = store.open(identity())
+    assert len(os.listdir("/proc/self/fd")) == before + FDS_OF_OBJECT == before + 2
+    words, first = stored.state.words, np.zeros(1, np.int64)
+    assert all(fill(store, stored, block) for block in range(8))
+    moved = np.zeros(1, np.uint64)
+    stored.pin(first)
+    assert not stored.state.evict(0, moved) and stored.state.evict(1, moved)
+    store.close(stored)
+    assert len(os.listdir("/proc/self/fd")) == before
+    again = BlockState(stored.state.directory)
+    assert not again.is_open and again.evict(0, moved) and moved == [2]
+    assert words[:3].tolist() == [ABSENT, ABSENT, PRESENT]
+    again.close()
+
+
 def test_a_store_of_more_objects_than_a_process_may_have_files(directory: Path) -> None:
     """Each object that nobody has open took two descriptors when blocks were evicted."""
     program = """

@@ -279,7 +279,8 @@ class HeldShards:
 
     def take_fds(self, shard: OpenShard) -> list[int]:
         """Return the descriptors of a shard, which has none from now on. Its object of the store
-        is given back."""
+        is given back, to which the second descriptor belongs then."""
+        fds = [shard.fd] if shard.fd >= 0 else []
         if shard.remote is not None and self.remote is not None:
             objects = list(shard.remote.objects.values())
             if shard.count:
@@ -287,8 +288,8 @@ class HeldShards:
             shard.remote = None
             self.budget.remote_count -= 1
             run_in_thread(partial(self.remote.close, objects))
-        fds = [fd for fd in (shard.fd, shard.cached_fd) if fd >= 0]
-        if shard.cached_fd >= 0:
+        elif shard.cached_fd >= 0:
+            fds.append(shard.cached_fd)
             with self.tables.lock:
                 self.budget.cached_count -= 1
         shard.fd = shard.cached_fd = -1

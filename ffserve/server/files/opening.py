@@ -22,7 +22,7 @@ from ffserve.disk.files import os_error
 from ffserve.engine.many_files import close_fds
 from ffserve.errors import FFServeError, ReadError, UsageError
 from ffserve.formats.ffrecord import FORMAT as FFRECORD
-from ffserve.limits import ASKED_AT_ONCE, MOST_SCANS
+from ffserve.limits import ASKED_AT_ONCE, MOST_SCANS, REMOTE_COUNT
 from ffserve.server.files.admission import Admission
 from ffserve.server.files.charges import TablesFull
 from ffserve.server.files.closing import ShardCloser
@@ -49,8 +49,6 @@ from ffserve.server.users.domains import Domain
 from ffserve.server.users.peers import Peer, viewer_of
 from ffserve.server.users.threads import in_thread
 
-REMOTE_COUNT = 512
-"""This many remote files of an OPEN are identified together."""
 OBJECT_COUNT = 32
 """One thread opens this many of them; those that are left after `parsing.SINGLY_S` come next."""
 DROPPED_SHARE = 16

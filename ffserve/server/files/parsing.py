@@ -26,7 +26,7 @@ import numpy as np
 from ffserve.disk.files import allocated_size, os_error
 from ffserve.dtypes import Int32s, Int64s
 from ffserve.engine.io import open_direct_all
-from ffserve.engine.many_files import States, clear_flags, close_fds, open_again, stat_fds
+from ffserve.engine.many_files import States, clear_flags, close_fds, stat_fds
 from ffserve.errors import FFServeError, ReadError
 from ffserve.formats.ffrecord import may_be_indices
 from ffserve.limits import TABLE_SAMPLE_SIZE
@@ -177,6 +177,7 @@ class IdentifiedObjects:
     def take(self, row: int) -> OpenObject:
         """Return the same, which belongs to a shard from now on."""
         opened, self.objects[row] = self.object_of(row), None
+        opened.head = b""
         return opened
 
     def give(self, row: int, shard: OpenShard) -> None:
@@ -292,12 +293,18 @@ class ShardParser:
             self._release(bases, counts, domains)
             raise
         taken: list[RemoteShard | None] = [None] * len(rows)
+        twice = np.flatnonzero((alignments > 1) & (np.array(counts) > 0))
+        cached = np.full(len(rows), -1, np.int32)
         if isinstance(files, IdentifiedObjects):
             taken = self._take_objects(files, rows, tables, bases)
+            # Blocks that come are in the page cache first, and not on the disk yet.
+            cached[twice] = fds[twice]
+            for fd in fds[twice].tolist():
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         else:
             close_passed([files.passed[k] for k in rows])
-        remote = isinstance(files, IdentifiedObjects)
-        cached = self._open_cached(opened, alignments, bases, tables, keys, remote=remote)
+            twice = twice[: max(self._budget.spare, 0)]
+            cached[twice] = self._open_cached(opened, twice, bases, keys)
         fds_of = zip(opened.tolist(), cached.tolist(), strict=True)
         columns = zip(
             tables, keys, paths, bases, domains, fds_of, alignments.tolist(), charges, taken,
@@ -462,29 +469,12 @@ class ShardParser:
                 self._directory.release(base, count, domain.number)
 
     def _open_cached(
-        self,
-        fds: Int32s,
-        alignments: Int64s,
-        bases: list[int],
-        tables: list[Tables],
-        keys: list[ShardKey],
-        *,
-        remote: bool,
+        self, fds: Int32s, rows: Int64s, bases: list[int], keys: list[ShardKey]
     ) -> Int32s:
-        """Return `page_cache.open_cached` of the files with direct I/O, while there are descriptors
-        for them; -1 for others."""
-        cached = np.full(len(fds), -1, np.int32)
-        filled = [each.count > 0 for each in tables]
-        rows = np.flatnonzero((alignments > 1) & filled)
-        if remote:  # blocks that come are in the page cache first, and not on the disk yet
-            again, _ = open_again(fds[rows], os.O_RDONLY | os.O_CLOEXEC)
-            cached[rows[: len(again)]] = again
-            for fd in again.tolist():
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-        elif len(rows := rows[: max(self._budget.spare, 0)]):
-            begins = self._directory.offsets[np.array(bases, np.int64)[rows]].astype(np.int64)
-            ends = np.array([keys[k].identity.size for k in rows.tolist()], np.int64)
-            cached[rows] = open_cached(fds[rows], begins, ends)
+        """Return `page_cache.open_cached` of the files in some rows."""
+        begins = self._directory.offsets[np.array(bases, np.int64)[rows]].astype(np.int64)
+        ends = np.array([keys[k].identity.size for k in rows.tolist()], np.int64)
+        cached = open_cached(fds[rows], begins, ends)
         with self._lock:
             self._budget.cached_count += int((cached >= 0).sum())
         return cached

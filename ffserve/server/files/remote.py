@@ -263,6 +263,9 @@ class RemoteFiles:
         read_at = self.fetcher.read_at(opened)
 
         def noted(offset: int, into: memoryview, /) -> int:
+            if (end := offset + len(into)) <= len(opened.head):
+                into[:] = opened.head[offset:end]
+                return len(into)
             for block in opened.blocks(offset, offset + len(into)).tolist():
                 blocks.pop(block, None)
                 blocks[block] = None
@@ -283,6 +286,9 @@ class RemoteFiles:
         try:
             return read()
         except FormatError:
+            if opened.head:  # it may have come damaged
+                opened.head = b""
+                return self.parse(opened, format, verify, tolerant, admit, reading)
             there = np.flatnonzero(opened.stored.state.words == PRESENT)
             if not (self.fetcher.repair(opened, there) or self._came_damaged(opened, list(blocks))):
                 raise

@@ -92,7 +92,8 @@ class OpenShard:
     fingerprint: int
     alignment: int
     cached_fd: int
-    """The file through the page cache, -1: not open; see `page_cache.open_cached`."""
+    """The file through the page cache, -1: not open; see `page_cache.open_cached`. Of a remote file
+    it is the store's."""
     payload_size: int
     device: int
     scanned: str | None
