@@ -373,6 +373,17 @@ class Page(NamedTuple):
     following: str
 
 
+class PageAsked(NamedTuple):
+    """A page of a listing that is wanted. following: "": the first one. most: entries; 0: as many
+    as the origin likes."""
+
+    bucket: str
+    prefix: str
+    delimiter: str
+    following: str = ""
+    most: int = 0
+
+
 class Objects(WebFiles):
     """Buckets of S3, and of what speaks its protocol; a path is ``BUCKET/KEY``.
 
@@ -383,12 +394,16 @@ class Objects(WebFiles):
     most_put_size: ClassVar[float] = 5 << 30
     """Bytes that one request may write or copy."""
 
-    def page(self, bucket: str, prefix: str, delimiter: str, following: str, most: int) -> Page:
-        """Return a page of a listing. Raises: as `info`."""
-        query = {"list-type": "2", "prefix": prefix, "delimiter": delimiter}
-        query |= {"continuation-token": following, "max-keys": str(most or "")}
+    def place_of(self, asked: PageAsked) -> tuple[str, dict[str, str]]:
+        """Return path and query of a page."""
+        query = {"list-type": "2", "prefix": asked.prefix, "delimiter": asked.delimiter}
+        query |= {"continuation-token": asked.following, "max-keys": str(asked.most or "")}
         query["encoding-type"] = "url"  # keys may have what XML may not
-        root = self.xml("GET", f"{bucket}/", {k: v for k, v in query.items() if v or k == "prefix"})
+        return f"{asked.bucket}/", {k: v for k, v in query.items() if v or k == "prefix"}
+
+    def page(self, asked: PageAsked) -> Page:
+        """Return a page. Raises: as `info`."""
+        root, bucket = self.xml("GET", *self.place_of(asked)), asked.bucket
         plain = unquote_plus if text(root, "EncodingType") == "url" else str
         files = [
             {
@@ -418,19 +433,32 @@ class Objects(WebFiles):
         """Yield the pages of a listing of a directory. Raises: as `info`; ReadError: it is too
         long."""
         bucket, _, key = path.strip("/").partition("/")
-        prefix = (f"{key}/" if key else "") + begin
-        count, following = 0, ""
-        while True:
-            page = self.page(bucket, prefix, delimiter, following, 0)
-            yield page
-            count += max(len(page.files) + len(page.directories), _LEAST_OF_PAGE)
-            if not page.following:
-                return
-            if page.following == following:
-                raise listing_too_long("the same page again and again")
-            if count > MOST_LISTED:
-                raise listing_too_long(f"more than {MOST_LISTED} files")
-            following = page.following
+        asked = PageAsked(bucket, (f"{key}/" if key else "") + begin, delimiter)
+        count = 0
+        sent: WebRequest | None = None
+        try:
+            while True:
+                page, before = self.page(asked), asked.following
+                asked = asked._replace(following=page.following)
+                count += max(len(page.files) + len(page.directories), _LEAST_OF_PAGE)
+                if page.following not in ("", before) and count <= MOST_LISTED:
+                    sent = self._send_page(asked)
+                yield page
+                if not page.following:
+                    return
+                if page.following == before:
+                    raise listing_too_long("the same page again and again")
+                if count > MOST_LISTED:
+                    raise listing_too_long(f"more than {MOST_LISTED} files")
+        finally:
+            if sent is not None:
+                sent.close()
+
+    def _send_page(self, asked: PageAsked) -> WebRequest | None:
+        """Send the request of a page, which is on its way while the one before it is worked on."""
+        with contextlib.suppress(Exception):  # what fails is reported by `page`
+            return self.send("GET", *self.place_of(asked), {})
+        return None
 
     def info(self, path: str) -> Facts:
         path = path.strip("/")
@@ -442,7 +470,7 @@ class Objects(WebFiles):
             except MissingError as error:
                 missing = error
         try:
-            page = self.page(bucket, f"{key}/" if key else "", "/", "", 1)
+            page = self.page(PageAsked(bucket, f"{key}/" if key else "", "/", most=1))
         except StatusError as error:
             # Who may read files may not list them, perhaps.
             raise (missing if missing and error.status == 403 else error) from error

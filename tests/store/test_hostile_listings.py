@@ -15,8 +15,9 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from daemon import until
 
-from ffserve.store.origin import find
+from ffserve.store.origin import file_system, find
 
 pytestmark = pytest.mark.check
 
@@ -29,6 +30,8 @@ def listing(page: Page, kind: str, *, sized: bool = False) -> Iterator[str]:
     sized: it says the size of its answers."""
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1" if sized else "HTTP/1.0"
+
         def log_message(self, *_: object) -> None:
             pass
 
@@ -72,6 +75,31 @@ def listing(page: Page, kind: str, *, sized: bool = False) -> Iterator[str]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@pytest.mark.stores
+def test_the_next_page_comes_while_one_is_worked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("botocore")
+    asked = []
+
+    def page(query: dict[str, str]) -> Iterator[bytes]:
+        asked.append(at := int(query.get("continuation-token", "0")))
+        names = [f"d/{at}-{k}.ffr" for k in range(3)]
+        yield keys(names, str(at + 1) if at < 4 else "")
+
+    with listing(page, "text/xml", sized=True) as address:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+        system, path = file_system("s3://bucket/d")
+        for _ in range(2):
+            asked.clear()
+            entries = system.every(path)
+            assert next(entries)["name"] == "bucket/d/0-0.ffr"
+            until(lambda: asked == [0, 1], "the second page is asked for")
+            entries.close()  # what comes is not taken for an answer to the next request
+        asked.clear()
+        assert len(list(system.every(path))) == 15 and asked == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.stores

@@ -20,7 +20,7 @@ from ffserve.store import urls
 from ffserve.store.cache_network import SIGNED_S, SignedUrl
 from ffserve.store.schemes.scheme import Options, cannot_pass, refuse_others
 from ffserve.store.web import StatusError, Web, WebRequest, address_of
-from ffserve.store.web_files import Objects, Page, RenewedOptions, WebScheme, text
+from ffserve.store.web_files import Objects, Page, PageAsked, RenewedOptions, WebScheme, text
 
 _ACCOUNT = re.compile(r"[a-z0-9]{3,24}")
 _ACCOUNT_HOST = re.compile(r"([a-z0-9]+)\.(?:dfs|blob)\.core\.windows\.net")
@@ -160,10 +160,14 @@ class AzureObjects(Objects):
         super().__init__(web, credentials)
         self._address = address
 
-    def page(self, bucket: str, prefix: str, delimiter: str, following: str, most: int) -> Page:
-        query = {"restype": "container", "comp": "list", "prefix": prefix, "delimiter": delimiter}
-        query |= {"marker": following, "maxresults": str(most or "")}
-        root = self.xml("GET", bucket, {name: value for name, value in query.items() if value})
+    def place_of(self, asked: PageAsked) -> tuple[str, dict[str, str]]:
+        query = {"restype": "container", "comp": "list", "prefix": asked.prefix}
+        query |= {"delimiter": asked.delimiter, "marker": asked.following}
+        query["maxresults"] = str(asked.most or "")
+        return asked.bucket, {name: value for name, value in query.items() if value}
+
+    def page(self, asked: PageAsked) -> Page:
+        root, bucket = self.xml("GET", *self.place_of(asked)), asked.bucket
         files = [
             {
                 "name": f"{bucket}/{text(each, 'Name')}",

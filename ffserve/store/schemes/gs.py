@@ -23,7 +23,7 @@ from ffserve.store import urls
 from ffserve.store.cache_network import SIGNED_S, SignedUrl
 from ffserve.store.schemes.scheme import OpenVersion, Options, cannot_pass, refuse_others
 from ffserve.store.web import Answer, MissingError, StatusError, Web, WebRequest, address_of
-from ffserve.store.web_files import Facts, Objects, Page, RenewedOptions, WebScheme
+from ffserve.store.web_files import Facts, Objects, Page, PageAsked, RenewedOptions, WebScheme
 
 _ENDPOINT = "https://storage.googleapis.com"
 _TOKENS = "https://oauth2.googleapis.com/token"
@@ -155,11 +155,13 @@ class GoogleObjects(Objects):
     def _json(self, method: str, path: str, query: Mapping[str, str]) -> Any:
         return json.loads(self.ask(method, path, query).content(MOST_PAGE_SIZE))
 
-    def page(self, bucket: str, prefix: str, delimiter: str, following: str, most: int) -> Page:
-        query = {"prefix": prefix, "delimiter": delimiter, "pageToken": following}
-        query["maxResults"] = str(most or "")
-        asked = {name: text for name, text in query.items() if text}
-        found = self._json("GET", f"{_place(bucket)}/o", asked)
+    def place_of(self, asked: PageAsked) -> tuple[str, dict[str, str]]:
+        query = {"prefix": asked.prefix, "delimiter": asked.delimiter, "pageToken": asked.following}
+        query["maxResults"] = str(asked.most or "")
+        return f"{_place(asked.bucket)}/o", {name: text for name, text in query.items() if text}
+
+    def page(self, asked: PageAsked) -> Page:
+        found, bucket = self._json("GET", *self.place_of(asked)), asked.bucket
         files = [
             {"name": f"{bucket}/{each['name']}", **_facts(each)} for each in found.get("items", ())
         ]
