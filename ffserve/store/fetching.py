@@ -66,6 +66,8 @@ LISTED_S = 30.0
 NEAR = 256 << 10
 """Bytes between reads that are fetched, too, where only parts of an object are read. At 100 MB/s
 the headers of larger members come sooner by requests of their own."""
+LONG = 128 * HEAD_SIZE
+"""Of an object of this size or a larger one, opening asks for the beginning only."""
 NOW = 0.0
 """The priority of a block that a thread waits for. Other blocks have the time at which they will be
 needed, in seconds since 1970."""
@@ -454,6 +456,7 @@ class Fetcher:
         a long object, if that is missing and nobody has asked for it. Raises: FFServeError."""
         if self._shows(opened) and self._is_long(opened):
             opened.head = self.few(opened, 0, HEAD_SIZE)
+            self.fetched += HEAD_SIZE
         elif self._shows(opened):
             here = scheme_of(opened.identity.url).at_once > ASKED_AT_ONCE
             self.ask(opened, [0], NOW, None, here=here)[0].result()
@@ -480,10 +483,10 @@ class Fetcher:
 
     @staticmethod
     def _is_long(opened: OpenObject) -> bool:
-        """Whether the tables are worth a request of their own: a data set of many files has
-        gigabytes of first blocks, and its jobs may read others first."""
-        stored = opened.stored
-        return stored.count > 1 and stored.block_size > HEAD_SIZE and not opened.remote.is_cached
+        """Whether the tables are worth a request of their own, whose bytes come twice: a data set
+        of many long files has gigabytes of first blocks, and its jobs may read others first."""
+        long = opened.stored.size >= LONG and opened.stored.block_size > HEAD_SIZE
+        return long and not opened.remote.is_cached
 
     def _most(self, opened: OpenObject) -> int:
         """Return how many blocks come by one request; of a cache network each block by itself."""
@@ -541,7 +544,8 @@ class Fetcher:
                 return self._part(opened, int(blocks[0]), start, end, True)
         finally:
             opened.stored.unpin(blocks)
-        attempt = partial(self._download, opened, start, end, direct=True)
+        read = partial(opened.remote.read, start, end, direct=True)
+        attempt = partial(self.breaker(opened.pool).call, read)
         if scheme_of(opened.identity.url).at_once > ASKED_AT_ONCE:
             return attempt()
         future: Future[bytes] = Future()
