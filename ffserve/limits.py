@@ -20,7 +20,7 @@ limit of all users.
   MOST_ORIGINS: 4 GiB; and for each run of neighbouring blocks that waits 3 KB, and 200 bytes for
   each of its blocks, POOL_BLOCKS and MOST_QUEUED of announced orders at each of these: 700 MB;
 - first blocks of remote files that are opened, PROVEN_AT_ONCE for each of USER_OPENINGS: 512 MiB,
-  or HEAD_SIZE of those that are long, REMOTE_COUNT for each: 512 MiB;
+  and HEAD_SIZE of those that are long, REMOTE_COUNT for each: 256 MiB;
 - tables of open files, TABLE_SAMPLE_SIZE bytes per sample, and of files that are closed while their
   samples are kept: four fifths of 1 part in TABLES_SHARE of the arena (at least of
   LEAST_TABLES_SIZE, at most of half the memory beside the arena). Of these, MOST_UNBACKED may be
