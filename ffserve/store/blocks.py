@@ -436,7 +436,8 @@ class StoredObject:
         self.state.close()
         fd, self.data_fd = self.data_fd, -1
         if fd >= 0:
-            os.close(fd)
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
 
 @contextlib.contextmanager

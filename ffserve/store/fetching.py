@@ -66,7 +66,7 @@ LISTED_S = 30.0
 NEAR = 256 << 10
 """Bytes between reads that are fetched, too, where only parts of an object are read. At 100 MB/s
 the headers of larger members come sooner by requests of their own."""
-LONG = 128 * HEAD_SIZE
+LONG_SIZE = 128 * HEAD_SIZE
 """Of an object of this size or a larger one, opening asks for the beginning only."""
 NOW = 0.0
 """The priority of a block that a thread waits for. Other blocks have the time at which they will be
@@ -485,7 +485,7 @@ class Fetcher:
     def _is_long(opened: OpenObject) -> bool:
         """Whether the tables are worth a request of their own, whose bytes come twice: a data set
         of many long files has gigabytes of first blocks, and its jobs may read others first."""
-        long = opened.stored.size >= LONG and opened.stored.block_size > HEAD_SIZE
+        long = opened.stored.size >= LONG_SIZE and opened.stored.block_size > HEAD_SIZE
         return long and not opened.remote.is_cached
 
     def _most(self, opened: OpenObject) -> int:

@@ -40,7 +40,7 @@ from ffserve.server.sessions.state import ServerState
 from ffserve.store import directory
 from ffserve.store.credentials import Access
 from ffserve.store.directory import Store
-from ffserve.store.fetching import LONG, Fetcher, identity_of
+from ffserve.store.fetching import LONG_SIZE, Fetcher, identity_of
 from ffserve.store.origin import ObjectVersion
 
 pytest.importorskip("fsspec")
@@ -203,7 +203,9 @@ def test_opening_long_files_fetched_the_first_block_of_each(
     served(origin, tmp_path, samples, "0.ffr")
     content, count = origin.files["0.ffr"], limits.REMOTE_COUNT + 2
     urls = [origin.put(f"{k}.ffr", content) for k in range(count)]
-    many = [b"%08d" % k * 125 for k in range(LONG // 1000)]  # the tables are longer than HEAD_SIZE
+    many = [
+        b"%08d" % k * 125 for k in range(LONG_SIZE // 1000)
+    ]  # the tables are longer than HEAD_SIZE
     others = [
         served(origin, tmp_path, many, "many.ffr"),
         served(origin, tmp_path, samples, "0.tfrecord", "tfrecord"),

@@ -164,7 +164,6 @@ def test_the_limit_holds_on_disk(directory: Path) -> None:
     assert store.evictions > 50
 
 
-@pytest.mark.check
 def test_an_open_object_had_four_descriptors(directory: Path) -> None:
     """One for pins, one of the mapping. Pins and claims count for the process that has them, too,
     and end with the object, although an array keeps its mapping."""
@@ -185,6 +184,7 @@ def test_an_open_object_had_four_descriptors(directory: Path) -> None:
     again.close()
 
 
+@pytest.mark.check
 def test_a_store_of_more_objects_than_a_process_may_have_files(directory: Path) -> None:
     """Each object that nobody has open took two descriptors when blocks were evicted."""
     program = """

@@ -278,8 +278,8 @@ class HeldShards:
     # ---- files ----------------------------------------------------------------------------------
 
     def take_fds(self, shard: OpenShard) -> list[int]:
-        """Return the descriptors of a shard, which has none from now on. Its object of the store
-        is given back, to which the second descriptor belongs then."""
+        """Return the descriptors of a shard, which has none from now on. Its object of the store,
+        whose descriptor is the second one then, is given back."""
         fds = [shard.fd] if shard.fd >= 0 else []
         if shard.remote is not None and self.remote is not None:
             objects = list(shard.remote.objects.values())
